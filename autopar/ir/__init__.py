@@ -1,0 +1,1 @@
+"""The nouns every part shares: graph, placement, collective, cluster. No torch here."""

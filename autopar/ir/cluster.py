@@ -1,0 +1,101 @@
+"""The machines a program trains on: devices, groups of them, links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """One kind of accelerator. `peak_flops` maps dtype to dense FLOP/s of the matrix units.
+
+    `matmul_efficiency` is the fraction of the peak that the best large matmul was measured at.
+    `kind` is torch's device type.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    memory_bandwidth_bytes_s: float
+    peak_flops: tuple[tuple[str, float], ...]
+    matmul_efficiency: float
+    kernel_launch_s: float
+    source: str
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s for a dtype; the slowest listed rate for a dtype that is not listed."""
+        rates = dict(self.peak_flops)
+        return rates.get(dtype, min(rates.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkLevel:
+    """One level of links. Ranks within `span` consecutive devices reach each other through it.
+
+    `bandwidth_bytes_s` is per device and direction, as measured for large messages where known;
+    `latency_s` is the fixed cost of one step of a collective.
+    """
+
+    name: str
+    span: int
+    bandwidth_bytes_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceGroup:
+    """Equal nodes: `nodes` times `devices_per_node` devices of one kind."""
+
+    device: DeviceSpec
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the group."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Device groups in rank order, and link levels from the fastest to the slowest.
+
+    Devices are numbered group by group, node by node. The last level spans all devices.
+    """
+
+    groups: tuple[DeviceGroup, ...]
+    links: tuple[LinkLevel, ...]
+    spec: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the cluster."""
+        return sum(group.num_devices for group in self.groups)
+
+    def device(self, rank: int) -> DeviceSpec:
+        """The device that rank number `rank` runs on."""
+        for group in self.groups:
+            if rank < group.num_devices:
+                return group.device
+            rank -= group.num_devices
+        raise IndexError(f"rank beyond the {self.num_devices} devices of the cluster")
+
+    def link(self, ranks: tuple[int, ...]) -> LinkLevel:
+        """The fastest level that joins all of `ranks`; the one a flat collective is bound by."""
+        for level in self.links:
+            if len({rank // level.span for rank in ranks}) == 1:
+                return level
+        return self.links[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """A named mesh axis: `size` ranks, `stride` apart in the numbering of devices."""
+
+    name: str
+    size: int
+    stride: int
+
+    def ranks(self, first: int = 0) -> tuple[int, ...]:
+        """The ranks along the axis through device `first`."""
+        return tuple(first + i * self.stride for i in range(self.size))

@@ -1,0 +1,126 @@
+"""How a tensor lies on one mesh axis, and what its local part is.
+
+A value in the forward pass and its gradient in the backward pass lie on an axis in one of four
+ways:
+
+| text     | value                    | gradient                 |
+|----------|--------------------------|--------------------------|
+| `S(d)`   | split along dim `d`      | split along dim `d`      |
+| `R`      | the same on every rank   | the same on every rank   |
+| `R*`     | the same on every rank   | a partial sum on each    |
+| `P(sum)` | a partial sum on each    | the same on every rank   |
+
+`R` and `R*` differ only for values that carry a gradient. Going from `R` to `R*` moves nothing
+forward and all-reduces the gradient backward (the `f` of Megatron-LM); `P(sum)` to `R` all-reduces
+forward and moves nothing backward (its `g`). `S(d:a|b|c)` splits every piece of the dim by itself,
+as a packed query-key-value projection needs: a rank holds its share of each piece.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Union
+
+_SHARD = re.compile(r"^S\((\d+)(?::([\d|]+))?\)$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Split along `dim`; each of `pieces` (which sum to the dim) is split by itself if given."""
+
+    dim: int
+    pieces: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"S({self.dim}:{'|'.join(map(str, self.pieces))})" if self.pieces else f"S({self.dim})"
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Replicate:
+    """The same value on every rank; `grad_partial` makes it `R*`."""
+
+    grad_partial: bool = False
+
+    def __str__(self) -> str:
+        return "R*" if self.grad_partial else "R"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Partial:
+    """Each rank holds one summand of the value."""
+
+    def __str__(self) -> str:
+        return "P(sum)"
+
+
+Placement = Union[Shard, Replicate, Partial]
+Layout = tuple[Placement, ...]
+"""One placement per mesh axis, outermost axis first."""
+
+R = Replicate()
+R_STAR = Replicate(grad_partial=True)
+P = Partial()
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of `str` on placements. Raises ValueError on anything else."""
+    fixed: dict[str, Placement] = {"R": R, "R*": R_STAR, "P(sum)": P}
+    if text in fixed:
+        return fixed[text]
+    if match := _SHARD.match(text):
+        pieces = tuple(int(piece) for piece in match.group(2).split("|")) if match.group(2) else ()
+        return Shard(int(match.group(1)), pieces)
+    raise ValueError(f"not a placement: {text!r}; expected S(dim), R, R* or P(sum)")
+
+
+def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Sizes of the chunks of a dim over `parts` ranks.
+
+    The convention of `torch.chunk` and DTensor: all chunks but the last non-empty one hold
+    `ceil(size / parts)`, so trailing ranks may hold fewer or none. (10, 4) gives (3, 3, 3, 1).
+    """
+    chunk = -(-size // parts)
+    return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(parts))
+
+
+def chunk_offsets(size: int, parts: int) -> tuple[int, ...]:
+    """Start of each chunk of `chunk_sizes`."""
+    return (0, *accumulate(chunk_sizes(size, parts)))[:parts]
+
+
+def local_size(size: int, placement: Shard, parts: int, rank: int) -> int:
+    """Extent of the sharded dim on `rank`; rank 0 always holds the largest share."""
+    pieces = placement.pieces or (size,)
+    return sum(chunk_sizes(piece, parts)[rank] for piece in pieces)
+
+
+def local_slices(size: int, placement: Shard, parts: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """`(start, length)` ranges of the dim that `rank` holds, in order; one range per piece."""
+    ranges, start = [], 0
+    for piece in placement.pieces or (size,):
+        offset = chunk_offsets(piece, parts)[rank]
+        ranges.append((start + offset, chunk_sizes(piece, parts)[rank]))
+        start += piece
+    return tuple(ranges)
+
+
+def local_shape(
+    shape: tuple[int, ...], layout: Layout, axis_sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Shape of the part that the rank at `coordinate` holds; later axes split what earlier left."""
+    result = list(shape)
+    for placement, parts, rank in zip(layout, axis_sizes, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            result[placement.dim] = local_size(result[placement.dim], placement, parts, rank)
+    return tuple(result)
+
+
+def largest_shape(
+    shape: tuple[int, ...], layout: Layout, axis_sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Shape on the rank that holds the most: time and memory are priced on that rank."""
+    return local_shape(shape, layout, axis_sizes, (0,) * len(axis_sizes))
