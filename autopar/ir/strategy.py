@@ -1,0 +1,57 @@
+"""One legal way to run an op over one mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InnerCollective:
+    """Communication inside a kernel: a tensor shaped like the local part of input `like_input`.
+
+    `phase` is `forward` or `backward`; `dtype` that of the message.
+    """
+
+    op: CollectiveOp
+    phase: str
+    like_input: int
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisStrategy:
+    """Placements of an op's tensor inputs (in the order of `OpNode.inputs()`) and outputs.
+
+    With inputs so placed, running the op on local parts gives outputs so placed, and autograd on
+    the local ops gives gradients placed as `ir.placement` says. `kernel` names what runs on the
+    local parts: `local` is the op itself with its size arguments cut to local sizes; any other
+    name is a function of the runtime that knows the axis.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    kernel: str = "local"
+    collectives: tuple[InnerCollective, ...] = ()
+
+    def __str__(self) -> str:
+        inputs = ", ".join(map(str, self.inputs))
+        outputs = ", ".join(map(str, self.outputs))
+        return f"{inputs} -> {outputs}" + ("" if self.kernel == "local" else f" [{self.kernel}]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAxis:
+    """How the graph runs when the samples are split, over data-parallel ranks or micro-batches.
+
+    `strategies` has the one strategy of every node by name. `setup_sums` are values that are summed
+    over all samples before the first micro-batch (a count of valid labels): they depend on the
+    batch alone, never on a parameter. `coupled` names nodes that mix samples in a way that has no
+    such split, each with the reason; if it is not empty the batch may not be split at all.
+    """
+
+    strategies: dict[str, AxisStrategy]
+    setup_sums: tuple[str, ...] = ()
+    coupled: tuple[tuple[str, str], ...] = ()
