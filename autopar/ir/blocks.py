@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockClass:
-    """All blocks with the same ops, shapes, dtypes, arguments and wiring; the first stands for all."""
+    """Blocks with the same ops, shapes, dtypes, arguments and wiring; the first stands for all."""
 
     index: int
     name: str

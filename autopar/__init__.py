@@ -1,0 +1,1 @@
+"""autopar: an automatic parallelism planner and auto-sharding compiler for PyTorch."""

@@ -1,0 +1,118 @@
+"""Model and batch to an exported program that returns the loss and the other outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from autopar.capture.entries import Entries, example_tensors, model_device
+from autopar.capture.locations import location_of_error
+from autopar.capture.outputs import OutputTree, check_loss, find_loss
+from autopar.capture.watch import refuse_module_hooks, watch_silent_drops
+from autopar.errors import CaptureError
+
+LossFn = Callable[[Any, Any], Tensor]
+PREFIX = "model"
+"""The name under which the wrapper holds the user's model."""
+
+_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException")
+
+
+class ModelWithLoss(nn.Module):
+    """Calls the model on a batch; returns the loss, then the other tensors of its output."""
+
+    def __init__(self, model: nn.Module, entries: Entries, loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self._entries = entries
+        self._loss_fn = loss_fn
+        # filled during forward; a list, because export forbids setting attributes in it
+        self._trees: list[OutputTree] = []
+
+    @property
+    def output_tree(self) -> OutputTree:
+        """The structure of the latest output."""
+        return self._trees[-1]
+
+    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Loss and other output tensors."""
+        batch = self._entries.batch(tensors)
+        output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
+        if self._loss_fn is None:
+            loss = find_loss(output)
+        else:
+            loss = check_loss(self._loss_fn(output, batch))
+        self._trees.append(OutputTree(output, loss))
+        return loss, *self.output_tree.tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """An exported program, the JSON structure of the model's output, and notes."""
+
+    program: ExportedProgram
+    output_tree: str
+    notes: tuple[str, ...]
+
+
+def trace(
+    model: nn.Module, entries: Entries, loss_fn: LossFn | None, *, samples: int, symbolic: bool
+) -> Trace:
+    """Export the model with an example of `samples` samples, their number symbolic or fixed.
+
+    Raises CaptureError naming the cause and the line of the model.
+    """
+    _refuse_outer_autocast()
+    refuse_module_hooks(model)
+    wrapper = ModelWithLoss(model, entries, loss_fn)
+    tensors = example_tensors(entries, samples, model_device(model))
+    dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
+    notes: list[str] = []
+    try:
+        with watch_silent_drops(notes):
+            program = torch.export.export(
+                wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
+            )
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise capture_error(error) from error
+    tree = wrapper.output_tree
+    return Trace(
+        program=program,
+        output_tree=json.dumps(tree.tree),
+        notes=(*notes, *tree.notes),
+    )
+
+
+def _refuse_outer_autocast() -> None:
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise CaptureError(
+                f"capture runs under torch.autocast({kind!r}), which the graph cannot keep; "
+                "capture outside of it and give the precision to the plan"
+            )
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """The cause in one line, with the model's source line and, for known causes, the remedy."""
+    where = location_of_error(error)
+    prefix = f"{where}: " if where else ""
+    if type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
+        return CaptureError(
+            f"{prefix}control flow or a size depends on the values of a tensor ({_cause(error)}); "
+            "use torch.where, a dense dispatch (every expert on every token, weighted by a one-hot "
+            "mask) or a torch.library.custom_op"
+        )
+    return CaptureError(f"{prefix}the model cannot be traced: {_cause(error)}")
+
+
+def _cause(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

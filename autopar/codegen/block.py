@@ -1,0 +1,155 @@
+"""A block variant as a source file: explicit local ops and collectives, in execution order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.local import LocalNode, Mesh, move_text, node_text
+from autopar.codegen.sizes import shape_text
+from autopar.codegen.values import ValueNames
+from autopar.ir.graph import OpNode, Ref, TensorSpec
+from autopar.ir.placement import Layout, R
+from autopar.plan.flow import BlockFlow, Move
+
+HEADER = """import torch
+import torch.nn.functional as F
+
+from autopar.runtime import comm, kernels
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSource:
+    """Everything a block's source is printed from.
+
+    `weights` maps parameter and buffer values to their key in `w`; `arguments` are the values the
+    function takes, `results` those it returns.
+    """
+
+    title: str
+    nodes: tuple[LocalNode, ...]
+    flow: BlockFlow
+    weights: Mapping[Ref, str]
+    arguments: tuple[Ref, ...]
+    results: tuple[tuple[Ref, Layout], ...]
+    specs: Mapping[Ref, TensorSpec]
+    mesh: Mesh
+    has_random: bool
+
+
+def describe(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
+    """Local shape and the placements other than plain replication, for a comment."""
+    shape = ", ".join(shape_text(spec, layout, mesh.axes, mesh.sizes))
+    placed = [
+        f"{placement} on {axis}"
+        for axis, size, placement in zip(mesh.axes, mesh.sizes, layout, strict=True)
+        if size > 1 and placement != R
+    ]
+    return f"[{shape}]" + (f" {', '.join(placed)}" if placed else "")
+
+
+class BodyPrinter:
+    """Prints nodes and moves as statements, naming values as it goes."""
+
+    def __init__(self, source: BlockSource) -> None:
+        self.source = source
+        self.names = ValueNames(source.mesh.axes)
+        self.lines: list[str] = []
+        self._path: str | None = None
+
+    def bind_arguments(self) -> list[str]:
+        """Name the values that come in; the parameters' expressions read `w`."""
+        given = self.source.flow.produced
+        for ref, key in self.source.weights.items():
+            self.names.bind(ref, given[ref], f'w["{key}"]')
+        arguments = []
+        for ref in self.source.arguments:
+            name = self.names.fresh(str(ref))
+            self.names.bind(ref, given[ref], name)
+            arguments.append(name)
+        return arguments
+
+    def move(self, move: Move) -> None:
+        """Print one move with a comment saying what moves and why."""
+        source, spec = self.source, self.source.specs[move.value]
+        have = self.names[move.value, move.before]
+        axis = source.mesh.axes[move.axis]
+        if source.mesh.sizes[move.axis] == 1:
+            self.names.bind(move.value, move.after, have)
+            return
+        before, after = move.before[move.axis], move.after[move.axis]
+        hint = source.weights.get(move.value, str(move.value)).replace(".", "_")
+        name = self.names.fresh(f"{hint}_{axis}")
+        self.lines.append(f"# {before} -> {after} on {axis}: {move.transition.why}")
+        self.lines.append(f"{name} = {move_text(move, have, spec, source.mesh)}")
+        self.names.bind(move.value, move.after, name)
+
+    def node(self, local: LocalNode) -> None:
+        """Print one node, with the moves its inputs need before it."""
+        node = local.node
+        for move in self.source.flow.before[node.name]:
+            self.move(move)
+        if node.module_path != self._path:
+            self._path = node.module_path
+            self.lines.append(f"# -- {node.module_path or 'model'}")
+
+        def read(ref: Ref, position: int) -> str:
+            return self.names[ref, local.choice.inputs[position]]
+
+        text = node_text(local, read)
+        targets = self._targets(node, local)
+        note = describe(node.outputs[0], local.choice.outputs[0], local.mesh)
+        self.lines.append(f"{', '.join(targets)} = {text}  # {note}")
+
+    def _targets(self, node: OpNode, local: LocalNode) -> list[str]:
+        targets = []
+        for index, layout in enumerate(local.choice.outputs):
+            hint = node.name if len(local.choice.outputs) == 1 else f"{node.name}_{index}"
+            name = self.names.fresh(hint)
+            self.names.bind(Ref(node.name, index), layout, name)
+            targets.append(name)
+        return targets
+
+    def results(self) -> str:
+        """The returned tuple."""
+        for move in self.source.flow.at_end:
+            self.move(move)
+        names = [self.names[ref, layout] for ref, layout in self.source.results]
+        return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def axis_lines(lines: Sequence[str], mesh: Mesh) -> list[str]:
+    """Definitions of the locals that the body reads: `batch` and the mesh axes."""
+    text = "\n".join(lines)
+    found = ["batch = ctx.batch"] if "batch" in text else []
+    return found + [f'{axis} = ctx.axes["{axis}"]' for axis in mesh.axes if axis in text]
+
+
+def block_source(source: BlockSource) -> str:
+    """The source file of one block variant."""
+    printer = BodyPrinter(source)
+    arguments = printer.bind_arguments()
+    for local in source.nodes:
+        printer.node(local)
+    returned = printer.results()
+    given = source.flow.produced
+    table = [
+        f"    {key}: {describe(source.specs[ref], given[ref], source.mesh)}"
+        for ref, key in source.weights.items()
+    ]
+    keys = "".join(f'    "{key}",\n' for key in source.weights.values())
+    parts = [
+        f'"""{source.title}\n\nParameters on this rank:\n' + "\n".join(table) + '\n"""\n'
+        if table
+        else f'"""{source.title}"""\n',
+        HEADER,
+        f"WEIGHTS = (\n{keys})\n" if keys else "WEIGHTS = ()\n",
+        "",
+        f"def forward({', '.join(['w', 'ctx', 'random', *arguments])}):",
+        *(f"    {line}" for line in axis_lines(printer.lines, source.mesh)),
+        *(f"    {line}" for line in printer.lines),
+        f"    return {returned}",
+        "",
+    ]
+    return "\n".join(parts)

@@ -1,0 +1,224 @@
+"""Printing one node or one move as a line of local PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.codegen.sizes import shape_text, size_text
+from autopar.codegen.targets import Call, print_call
+from autopar.ir.graph import Arg, OpNode, Ref, Size, TensorSpec
+from autopar.ir.placement import Layout, Shard
+from autopar.plan.flow import Move
+from autopar.plan.plan import NodeChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """The mesh axes as the source sees them."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalNode:
+    """A node with its choice, the kernel on each axis, and its number among random ops."""
+
+    node: OpNode
+    choice: NodeChoice
+    kernels: tuple[str, ...]
+    random_index: int | None
+    specs: Mapping[Ref, TensorSpec]
+    mesh: Mesh
+
+    def kernel_axis(self, kernel: str) -> str:
+        """The axis a kernel runs over."""
+        return self.mesh.axes[self.kernels.index(kernel)]
+
+
+def argument_text(arg: Arg, names: Callable[[Ref], str]) -> str:
+    """An argument as source text; `names` gives the variable of a value."""
+    match arg:
+        case Ref():
+            return names(arg)
+        case Size():
+            return size_text(arg)
+        case tuple():
+            return f"[{', '.join(argument_text(item, names) for item in arg)}]"
+        case str() if arg.startswith("dtype:"):
+            return f"torch.{arg.removeprefix('dtype:')}"
+        case str() if arg.startswith("memory_format:"):
+            return f"torch.{arg.removeprefix('memory_format:')}"
+        case float():
+            return f'float("{arg}")' if arg in (float("inf"), float("-inf")) else repr(arg)
+        case _:
+            return repr(arg)
+
+
+def global_count(spec: TensorSpec, dims: Sequence[int]) -> str:
+    """Number of elements over `dims` in the whole batch."""
+    const = prod(spec.shape[d].const for d in dims if not spec.shape[d].is_batch)
+    grown = [spec.shape[d] for d in dims if spec.shape[d].is_batch]
+    texts = [str(const)] if const != 1 or not grown else []
+    return " * ".join(texts + [_global_size(size) for size in grown])
+
+
+def _global_size(size: Size) -> str:
+    text = size_text(size).replace("batch", "ctx.global_batch")
+    return f"({text})" if size.const else text
+
+
+def element_dims(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
+    """`(where, stride)` per dim: which global elements a local tensor holds, for random masks."""
+    rank = len(spec.shape)
+    dims = []
+    for dim, size in enumerate(spec.shape):
+        stride = global_count(spec, range(dim + 1, rank)) if dim + 1 < rank else "1"
+        dims.append(f"({_where(size, dim, layout, mesh)}, {stride})")
+    return f"({', '.join(dims)}{',' if rank == 1 else ''})"
+
+
+def _where(size: Size, dim: int, layout: Layout, mesh: Mesh) -> str:
+    if size.is_batch:
+        factor = "" if size.per_sample == 1 else f"{size.per_sample} * "
+        return f"{factor}ctx.sample_offset"
+    for axis, placement in zip(mesh.axes, layout, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            if placement.pieces:
+                return f"{axis}.ranges({size.const}, {placement.pieces})"
+            return f"{axis}.start({size.const})"
+    return "0"
+
+
+def _weights_spec(local: LocalNode) -> tuple[TensorSpec, Layout]:
+    """Spec and layout of attention weights [..., query, key], which dropout masks index."""
+    query, key = local.node.inputs()[0], local.node.inputs()[1]
+    q_spec, k_spec = local.specs[query], local.specs[key]
+    shape = (*q_spec.shape[:-1], k_spec.shape[-2])
+    return TensorSpec(shape=shape, dtype=q_spec.dtype), local.choice.inputs[0]
+
+
+def _random_dropout(local: LocalNode, call: Call) -> str:
+    spec = local.specs[local.node.inputs()[0]]
+    dims = element_dims(spec, local.choice.inputs[0], local.mesh)
+    op = f"random + {local.random_index}"
+    return f"kernels.dropout({call.args[0]}, {call.arg(1, 'p')}, ctx, op={op}, dims={dims})"
+
+
+def _random_attention(local: LocalNode, call: Call) -> str:
+    spec, layout = _weights_spec(local)
+    names = ("attn_mask", "dropout_p", "is_causal")
+    options = {name: call.arg(3 + i, name, "False") for i, name in enumerate(names)}
+    options["attn_mask"] = call.arg(3, "attn_mask")
+    options |= {k: call.kwargs[k] for k in ("scale", "enable_gqa") if k in call.kwargs}
+    shown = [f"{key}={value}" for key, value in options.items()]
+    shown += ["ctx=ctx", f"op=random + {local.random_index}"]
+    shown += [f"dims={element_dims(spec, layout, local.mesh)}"]
+    return f"kernels.attention({', '.join([*call.args[:3], *shown])})"
+
+
+def _vocab_embedding(local: LocalNode, call: Call) -> str:
+    axis = local.kernel_axis("vocab_embedding")
+    rows = local.specs[local.node.inputs()[0]].shape[0].const
+    padding = call.arg(2, "padding_idx", "-1")
+    extra = "" if padding == "-1" else f", padding_idx={padding}"
+    return f"kernels.vocab_embedding({call.args[1]}, {call.args[0]}, {axis}.start({rows}){extra})"
+
+
+def _loss_options(call: Call) -> str:
+    ignore, smoothing = call.arg(2, "ignore_index", "-100"), call.arg(3, "label_smoothing", "0.0")
+    return f"ignore_index={ignore}" + (
+        "" if smoothing == "0.0" else f", label_smoothing={smoothing}"
+    )
+
+
+def _vocab_cross_entropy(local: LocalNode, call: Call) -> str:
+    axis = local.kernel_axis("vocab_cross_entropy")
+    classes = local.specs[local.node.inputs()[0]].shape[-1].const
+    return (
+        f"kernels.vocab_cross_entropy({call.args[0]}, {call.args[1]}, {axis}.start({classes}), "
+        f"{axis}, num_classes={classes}, {_loss_options(call)})"
+    )
+
+
+def _partial_mean(local: LocalNode, call: Call) -> str:
+    spec = local.specs[local.node.inputs()[0]]
+    dims = reduced_dims(local.node, len(spec.shape))
+    keep = call.arg(2, "keepdim", "False") if local.node.target == "aten.mean.dim" else "False"
+    count = global_count(spec, dims)
+    return f"kernels.partial_mean({call.args[0]}, {dims}, {keep}, {count})"
+
+
+def reduced_dims(node: OpNode, rank: int) -> tuple[int, ...]:
+    """The dims a reduction runs over."""
+    dims = node.arg(1, "dim") if node.target.endswith((".dim", ".dim_IntList")) else None
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    listed = dims if isinstance(dims, tuple) else (dims,)
+    return tuple(int(d.const if isinstance(d, Size) else d) % rank for d in listed)  # type: ignore[union-attr, arg-type]
+
+
+def _print_node(local: LocalNode, call: Call) -> str:
+    node = local.node
+    if "vocab_embedding" in local.kernels:
+        return _vocab_embedding(local, call)
+    if "vocab_cross_entropy" in local.kernels:
+        return _vocab_cross_entropy(local, call)
+    if "partial_mean" in local.kernels:
+        return _partial_mean(local, call)
+    if node.op == "autopar.cross_entropy_sum":
+        return f"kernels.cross_entropy_sum({call.args[0]}, {call.args[1]}, {_loss_options(call)})"
+    if node.op == "autopar.count_valid":
+        dtype = f"dtype=torch.{node.outputs[0].dtype}"
+        ignore = call.arg(1, "ignore_index", "-100")
+        return f"kernels.count_valid({call.args[0]}, {ignore}, {dtype})"
+    if local.random_index is not None:
+        printer = _random_attention if node.op.endswith("attention") else _random_dropout
+        return printer(local, call)
+    return print_call(call)
+
+
+def node_text(local: LocalNode, names: Callable[[Ref, int], str]) -> str:
+    """The node as an expression over local tensors.
+
+    `names(ref, position)` gives the variable that holds input number `position`.
+    """
+    counter = iter(range(len(local.node.inputs())))
+
+    def by_position(ref: Ref) -> str:
+        return names(ref, next(counter))
+
+    node, mesh = local.node, local.mesh
+    args = tuple(argument_text(arg, by_position) for arg in node.args)
+    kwargs = {key: argument_text(value, by_position) for key, value in node.kwargs}
+    shapes = tuple(
+        shape_text(spec, layout, mesh.axes, mesh.sizes)
+        for spec, layout in zip(node.outputs, local.choice.outputs, strict=True)
+    )
+    ranks = tuple(len(local.specs[ref].shape) for ref in node.inputs())
+    call = Call(node=node, args=args, kwargs=kwargs, input_ranks=ranks, shapes=shapes)
+    return _print_node(local, call)
+
+
+def move_text(move: Move, name: str, spec: TensorSpec, mesh: Mesh) -> str:
+    """A move as a call of the runtime's function of that name."""
+    axis, before, after = mesh.axes[move.axis], move.before[move.axis], move.after[move.axis]
+    arguments = [name, axis]
+    if isinstance(before, Shard):
+        others = tuple(p for i, p in enumerate(move.before) if i != move.axis)
+        rest = tuple(a for a in mesh.axes if a != axis)
+        sizes = tuple(s for a, s in zip(mesh.axes, mesh.sizes, strict=True) if a != axis)
+        size = shape_text(spec, others, rest, sizes)[before.dim]
+        if isinstance(after, Shard):
+            arguments += [str(before.dim), str(after.dim), size]
+            arguments += [f"src_pieces={before.pieces}"] if before.pieces else []
+            arguments += [f"dst_pieces={after.pieces}"] if after.pieces else []
+        else:
+            arguments += [str(before.dim), size]
+            arguments += [str(before.pieces)] if before.pieces else []
+    elif isinstance(after, Shard):
+        arguments.append(str(after.dim))
+        arguments += [str(after.pieces)] if after.pieces else []
+    return f"comm.{move.transition.function}({', '.join(arguments)})"

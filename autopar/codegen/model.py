@@ -1,0 +1,184 @@
+"""What code generation knows of the model: graph, chain and settled placements, looked up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.codegen.local import LocalNode, Mesh
+from autopar.errors import PlanMismatch
+from autopar.ir.blocks import Block, BlockChain
+from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
+from autopar.ir.placement import Layout, Placement, R
+from autopar.ir.strategy import AxisStrategy, BatchAxis
+from autopar.plan.flow import BlockFlow, block_edges, block_flow, shared_layouts
+from autopar.plan.plan import NodeChoice, Plan, Variant
+from autopar.rules import axis_strategies, batch_axis, piece_hints
+
+
+def is_random(node: OpNode) -> bool:
+    """Whether a node draws random numbers in training."""
+    if node.op == "aten.dropout":
+        return bool(node.arg(2, "train", True)) and node.arg(1, "p", 0.5) != 0.0
+    return node.op.endswith("scaled_dot_product_attention") and node.arg(4, "dropout_p", 0.0) != 0.0
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """Graph and chain of a model with what follows from them and a plan's mesh."""
+
+    graph: OpGraph
+    chain: BlockChain
+    plan: Plan
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh axes of every stage."""
+        axes = self.plan.axes
+        return Mesh(axes=tuple(a.name for a in axes), sizes=tuple(a.size for a in axes))
+
+    @cached_property
+    def nodes(self) -> Mapping[str, OpNode]:
+        """Op nodes by name."""
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def sources(self) -> Mapping[str, Source]:
+        """Sources by name."""
+        return {source.name: source for source in self.graph.sources}
+
+    @cached_property
+    def specs(self) -> Mapping[Ref, TensorSpec]:
+        """Spec of every value."""
+        return self.graph.specs()
+
+    @cached_property
+    def differentiable(self) -> frozenset[Ref]:
+        """Values that carry a gradient."""
+        return self.graph.differentiable()
+
+    @cached_property
+    def batch(self) -> BatchAxis:
+        """The settled placements of the data axis."""
+        return batch_axis(self.graph)
+
+    @cached_property
+    def shared(self) -> Mapping[Ref, Layout]:
+        """Layouts of values between blocks."""
+        return shared_layouts(self.graph, self.batch, len(self.mesh.axes))
+
+    @cached_property
+    def random_numbers(self) -> Mapping[str, int]:
+        """Number of every random node, in execution order over the whole graph."""
+        random = [node.name for node in self.graph.nodes if is_random(node)]
+        return {name: number for number, name in enumerate(random)}
+
+    @cached_property
+    def parameter_layouts(self) -> Mapping[str, Layout]:
+        """Layout of every parameter and buffer, by source name."""
+        by_fqn = {p.fqn: p.layout for stage in self.plan.stages for p in stage.parameters}
+        whole: Layout = (R,) * len(self.mesh.axes)
+        return {
+            source.name: by_fqn.get(source.fqn, whole)
+            for source in self.graph.sources
+            if source.kind is not SourceKind.INPUT
+        }
+
+    def first_random(self, nodes: Iterable[str]) -> int:
+        """Number of the first random node among `nodes`; 0 if there is none."""
+        return min(
+            (self.random_numbers[n] for n in nodes if n in self.random_numbers), default=0
+        )
+
+    def setup_closure(self, wanted: Iterable[Ref], *, stop: Iterable[str] = ()) -> tuple[str, ...]:
+        """Set-up nodes needed for `wanted`, in order; nodes in `stop` are taken as given."""
+        setup, stopped = set(self.chain.setup), set(stop)
+        needed: set[str] = set()
+        stack = [ref.name for ref in wanted]
+        while stack:
+            name = stack.pop()
+            if name in setup and name not in needed and name not in stopped:
+                needed.add(name)
+                stack.extend(ref.name for ref in self.nodes[name].inputs())
+        return tuple(name for name in self.chain.setup if name in needed)
+
+    def setup_choices(self, names: Sequence[str]) -> dict[str, NodeChoice]:
+        """Choices of set-up nodes: split by sample on the data axis, whole on all others."""
+        whole = (R,) * (len(self.mesh.axes) - 1)
+        choices = {}
+        for name in names:
+            strategy = self.batch.strategies[name]
+            choices[name] = NodeChoice(
+                node=name,
+                inputs=tuple((p, *whole) for p in strategy.inputs),
+                outputs=tuple((p, *whole) for p in strategy.outputs),
+            )
+        return choices
+
+    def kernels(self, node: OpNode, choice: NodeChoice) -> tuple[str, ...]:
+        """The kernel on each axis, found again in the rules from the placements chosen."""
+        found = [self.batch.strategies[node.name].kernel]
+        for axis in range(1, len(self.mesh.axes)):
+            inputs = tuple(layout[axis] for layout in choice.inputs)
+            outputs = tuple(layout[axis] for layout in choice.outputs)
+            found.append(self._strategy(node, axis, inputs, outputs).kernel)
+        return tuple(found)
+
+    @cached_property
+    def _hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
+        return piece_hints(self.graph)
+
+    def _strategy(
+        self,
+        node: OpNode,
+        axis: int,
+        inputs: tuple[Placement, ...],
+        outputs: tuple[Placement, ...],
+    ) -> AxisStrategy:
+        size = self.mesh.sizes[axis]
+        if all(p == R for p in (*inputs, *outputs)):
+            return AxisStrategy(inputs=inputs, outputs=outputs)
+        batch = self.plan.training.micro_batch * self.plan.axis("data")
+        offered = axis_strategies(node, self.specs, size=size, batch=batch, hints=self._hints)
+        for strategy in offered:
+            if strategy.inputs == inputs and strategy.outputs == outputs:
+                return strategy
+        placed = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+        raise PlanMismatch(
+            f"the plan runs {node.name} ({node.target}) as {placed} over {size} ranks of axis "
+            f"{self.mesh.axes[axis]}, which no sharding rule allows; make the plan again"
+        )
+
+    def local_nodes(
+        self, names: Sequence[str], choices: Mapping[str, NodeChoice]
+    ) -> tuple[LocalNode, ...]:
+        """Nodes with choices and kernels, ready to print."""
+        first = self.first_random(names)
+        return tuple(
+            LocalNode(
+                node=self.nodes[name],
+                choice=choices[name],
+                kernels=self.kernels(self.nodes[name], choices[name]),
+                random_index=(
+                    self.random_numbers[name] - first if name in self.random_numbers else None
+                ),
+                specs=self.specs,
+                mesh=self.mesh,
+            )
+            for name in names
+        )
+
+    def variant_flow(self, variant: Variant) -> tuple[Block, BlockFlow]:
+        """The first block of a variant's class and its moves."""
+        block = self.chain.representative(variant.class_index)
+        given, required = block_edges(self.chain, block, self.shared)
+        given |= {ref: self.parameter_layouts[ref.name] for ref in block.parameters}
+        flow = block_flow(
+            [self.nodes[name] for name in block.nodes],
+            {choice.node: choice for choice in variant.choices},
+            given,
+            required,
+            self.differentiable,
+        )
+        return block, flow

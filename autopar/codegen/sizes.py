@@ -1,0 +1,45 @@
+"""Local sizes as source text: what `ir.placement.local_shape` computes, written down for a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from autopar.ir.graph import TensorSpec
+from autopar.ir.placement import Layout, Shard
+from autopar.ir.size import Size
+
+
+def size_text(size: Size) -> str:
+    """A size in terms of `batch`, the samples of this micro-batch on this rank."""
+    return str(size).replace("*", " * ").replace("+", " + ") if size.is_batch else str(size.const)
+
+
+def dim_text(
+    size: Size, dim: int, layout: Layout, axes: Sequence[str], sizes: Sequence[int]
+) -> str:
+    """Local extent of one dim. A batch-sized dim follows `batch`, which is local already."""
+    if size.is_batch:
+        return size_text(size)
+    split = [
+        (name, parts, placement)
+        for name, parts, placement in zip(axes, sizes, layout, strict=True)
+        if isinstance(placement, Shard) and placement.dim == dim and parts > 1
+    ]
+    if not split:
+        return str(size.const)
+    degree = prod(parts for _, parts, _ in split)
+    name, _, placement = split[0]
+    pieces = placement.pieces or (size.const,)
+    if all(piece % degree == 0 for piece in pieces):
+        return str(size.const // degree)
+    return f"{name}.share({size.const})"
+
+
+def shape_text(
+    spec: TensorSpec, layout: Layout, axes: Sequence[str], sizes: Sequence[int]
+) -> tuple[str, ...]:
+    """Local extents of all dims of a tensor."""
+    return tuple(
+        dim_text(size, dim, layout, axes, sizes) for dim, size in enumerate(spec.shape)
+    )

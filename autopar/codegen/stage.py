@@ -1,0 +1,313 @@
+"""A pipeline stage as a source file: set-up values, then its blocks in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from autopar.codegen.block import HEADER, BlockSource, BodyPrinter, axis_lines, block_source
+from autopar.codegen.model import ModelView
+from autopar.ir.blocks import Block
+from autopar.ir.graph import Ref, SourceKind
+from autopar.ir.placement import Layout, P, Shard
+from autopar.plan.flow import BlockFlow, block_flow
+from autopar.plan.plan import BlockPlan, StagePlan, Variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightKeys:
+    """Names by which a variant's source reads its parameters, relative to the block's own path."""
+
+    keys: Mapping[Ref, str]
+    own: tuple[bool, ...]
+
+
+def weight_keys(view: ModelView, variant: Variant) -> WeightKeys:
+    """Keys for the parameters of a class: those that differ between blocks lose their prefix."""
+    first = view.chain.representative(variant.class_index)
+    members = [view.chain.blocks[i] for i in view.chain.classes[variant.class_index].members]
+    own = tuple(
+        len({m.parameters[i] for m in members}) > 1 for i in range(len(first.parameters))
+    )
+    names = [view.sources[ref.name].fqn for ref in first.parameters]
+    prefix = dotted_prefix([name for name, mine in zip(names, own, strict=True) if mine])
+    keys = {
+        ref: name.removeprefix(prefix) if mine else name
+        for ref, name, mine in zip(first.parameters, names, own, strict=True)
+    }
+    if len(set(keys.values())) < len(keys):
+        keys = dict(zip(first.parameters, names, strict=True))
+    return WeightKeys(keys=keys, own=own)
+
+
+def dotted_prefix(names: Sequence[str]) -> str:
+    """The longest common module path of some names, with its trailing dot."""
+    common = commonprefix([name.split(".")[:-1] for name in names])  # type: ignore[list-item]
+    return ".".join([*common, ""]) if common else ""
+
+
+def variant_source(view: ModelView, variant: Variant) -> str:
+    """The source file of a variant."""
+    block, flow = view.variant_flow(variant)
+    members = view.chain.classes[variant.class_index].members
+    users = [b for stage in view.plan.stages for b in stage.blocks if b.variant == variant.name]
+    mesh = " x ".join(
+        f"{a} {s}" for a, s in zip(view.mesh.axes, view.mesh.sizes, strict=True)
+    )
+    where = users[0].module_path or f"block {users[0].index}" if users else "no block"
+    title = (
+        f"Block `{variant.name}`: runs {len(users)} of {len(members)} equal blocks, "
+        f"first {where}. Mesh {mesh}."
+    )
+    choices = {choice.node: choice for choice in variant.choices}
+    return block_source(
+        BlockSource(
+            title=title,
+            nodes=view.local_nodes(block.nodes, choices),
+            flow=flow,
+            weights=weight_keys(view, variant).keys,
+            arguments=(*block.inputs, *block.shared),
+            results=block_results(view, block, flow),
+            specs=view.specs,
+            mesh=view.mesh,
+            has_random=any(name in view.random_numbers for name in block.nodes),
+        )
+    )
+
+
+def block_results(
+    view: ModelView, block: Block, flow: BlockFlow
+) -> tuple[tuple[Ref, Layout], ...]:
+    """The values a block returns and the layout of each: as required, or as they were made."""
+    crossing = {ref for boundary in view.chain.boundaries for ref in boundary}
+    return tuple(
+        (ref, view.shared[ref] if ref in crossing else flow.produced[ref]) for ref in block.outputs
+    )
+
+
+def boundary_text(view: ModelView, refs: Sequence[Ref]) -> str:
+    """BoundarySpec tuples for values that cross between stages."""
+    items = []
+    for ref in refs:
+        spec = view.specs[ref]
+        sizes = ", ".join(f"Size({s.const}, {s.per_sample})" for s in spec.shape)
+        shape = f"({sizes},)" if len(spec.shape) == 1 else f"({sizes})"
+        grad = ref in view.differentiable
+        items.append(f'BoundarySpec(shape={shape}, dtype="{spec.dtype}", requires_grad={grad})')
+    return "(" + "".join(f"\n    {item}," for item in items) + ("\n)" if items else ")")
+
+
+class StagePrinter:
+    """Prints the forward function of one stage."""
+
+    def __init__(self, view: ModelView, stage: StagePlan) -> None:
+        self.view, self.stage = view, stage
+        self.blocks = [view.chain.blocks[b.index] for b in stage.blocks]
+        self.variants = {variant.name: variant for variant in view.plan.variants}
+
+    def received(self) -> tuple[Ref, ...]:
+        """Values from the previous stage."""
+        first = self.stage.blocks[0].index
+        return self.view.chain.boundaries[first - 1] if first else ()
+
+    def sent(self) -> tuple[Ref, ...]:
+        """Values for the next stage."""
+        last = self.stage.blocks[-1].index
+        return self.view.chain.boundaries[last] if last < len(self.view.chain.blocks) - 1 else ()
+
+    def outputs(self) -> tuple[Ref, ...]:
+        """The model's outputs, other than the loss, that this stage makes."""
+        made = {ref for block in self.blocks for ref in block.outputs}
+        return tuple(ref for ref in self.view.graph.outputs if ref in made)
+
+    def layout_of(self, ref: Ref) -> Layout:
+        """Layout in which a block of this stage returns a value."""
+        for use, block in zip(self.stage.blocks, self.blocks, strict=True):
+            if ref in block.outputs:
+                return self._produced(use, block, ref)
+        return self.view.shared[ref]
+
+    def _produced(self, use: BlockPlan, block: Block, ref: Ref) -> Layout:
+        variant = self.variants[use.variant]
+        first, flow = self.view.variant_flow(variant)
+        position = block.outputs.index(ref)
+        return block_results(self.view, first, flow)[position][1]
+
+    def source(self) -> str:
+        """The source file of the stage."""
+        body, sums = self._forward(), self._setup_sums()
+        used = sorted({use.variant for use in self.stage.blocks})
+        imports = "".join(f"from . import {name}\n" for name in used)
+        first, last = self.stage.blocks[0].index, self.stage.blocks[-1].index
+        title = (
+            f'"""Stage {self.stage.index} of {len(self.view.plan.stages)}: blocks {first} to '
+            f'{last}, on {len(self.stage.ranks)} ranks."""\n'
+        )
+        return "\n".join(
+            [
+                title,
+                HEADER.rstrip()
+                + "\nfrom autopar.runtime.program import BoundarySpec, Size, pick, recompute\n",
+                imports,
+                f"RECEIVES = {boundary_text(self.view, self.received())}",
+                f"SENDS = {boundary_text(self.view, self.sent())}",
+                "",
+                "",
+                *sums,
+                *body,
+                "",
+            ]
+        )
+
+    def _shared(self) -> list[Ref]:
+        seen: dict[Ref, None] = {}
+        for block in self.blocks:
+            seen.update(dict.fromkeys(block.shared))
+        return list(seen)
+
+    def _printer(self, names: Sequence[str]) -> BodyPrinter:
+        """A printer whose inputs, buffers and set-up sums are bound to what the stage is given."""
+        view = self.view
+        choices = view.setup_choices(names)
+        given = dict(view.shared)
+        flow = block_flow(
+            [view.nodes[name] for name in names], choices, given, {}, view.differentiable
+        )
+        printer = BodyPrinter(
+            BlockSource(
+                title="",
+                nodes=view.local_nodes(names, choices),
+                flow=flow,
+                weights={},
+                arguments=(),
+                results=(),
+                specs=view.specs,
+                mesh=view.mesh,
+                has_random=False,
+            )
+        )
+        for source in view.graph.sources:
+            ref = Ref(source.name)
+            text = (
+                f'inputs["{source.fqn}"]'
+                if source.kind is SourceKind.INPUT
+                else f'w["{source.fqn}"]'
+            )
+            printer.names.bind(ref, given[ref], text)
+        for name in view.batch.setup_sums:
+            printer.names.bind(Ref(name), given[Ref(name)], f'setup["{name}"]')
+        return printer
+
+    def _setup_sums(self) -> list[str]:
+        """The function that gives this micro-batch's share of the sums over all samples."""
+        view = self.view
+        needed = {
+            ref.name
+            for name in view.setup_closure(self._shared())
+            for ref in view.nodes[name].inputs()
+        } | {ref.name for ref in self._shared()}
+        wanted = [name for name in view.batch.setup_sums if name in needed]
+        if not wanted:
+            return ["SETUP_SUMS = None", "", ""]
+        names = view.setup_closure([Ref(name) for name in wanted])
+        printer = self._printer(names)
+        for local in printer.source.nodes:
+            printer.node(local)
+        flow = printer.source.flow
+        entries = ", ".join(
+            f'"{name}": {printer.names[Ref(name), flow.produced[Ref(name)]]}' for name in wanted
+        )
+        return [
+            "def setup_sums(w, ctx, inputs):",
+            '    """Summands of values that are summed over all samples before the first step."""',
+            *(f"    {line}" for line in axis_lines(printer.lines, view.mesh)),
+            *(f"    {line}" for line in printer.lines),
+            f"    return {{{entries}}}",
+            "",
+            "",
+            "SETUP_SUMS = setup_sums",
+            "",
+            "",
+        ]
+
+    def _forward(self) -> list[str]:
+        view = self.view
+        names = view.setup_closure(self._shared(), stop=view.batch.setup_sums)
+        printer = self._printer(names)
+        for local in printer.source.nodes:
+            printer.node(local)
+        received = [printer.names.fresh(str(ref)) for ref in self.received()]
+        for ref, name in zip(self.received(), received, strict=True):
+            printer.names.bind(ref, view.shared[ref], name)
+        if received:
+            printer.lines.append(f"{', '.join(received)}{',' if len(received) == 1 else ''} = received")
+        for use, block in zip(self.stage.blocks, self.blocks, strict=True):
+            self._call_block(printer, use, block)
+        results = [printer.names[ref, view.shared[ref]] for ref in self.sent()]
+        if not self.sent():
+            results = [printer.names[ref, self.layout_of(ref)] for ref in self._finals()]
+        else:
+            results += [printer.names[ref, self.layout_of(ref)] for ref in self.outputs()]
+        return [
+            "def forward(w, ctx, received, inputs, setup):",
+            *(f"    {line}" for line in axis_lines(printer.lines, view.mesh)),
+            *(f"    {line}" for line in printer.lines),
+            f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})",
+        ]
+
+    def _finals(self) -> tuple[Ref, ...]:
+        loss = self.view.graph.loss
+        return ((loss,) if loss is not None else ()) + self.outputs()
+
+    def _call_block(self, printer: BodyPrinter, use: BlockPlan, block: Block) -> None:
+        view, variant = self.view, self.variants[use.variant]
+        first, flow = view.variant_flow(variant)
+        arguments = [
+            printer.names[ref, view.shared[ref]] for ref in (*block.inputs, *block.shared)
+        ]
+        results = block_results(view, first, flow)
+        names = []
+        for ref, (_, layout) in zip(block.outputs, results, strict=True):
+            name = printer.names.fresh(str(ref))
+            printer.names.bind(ref, layout, name)
+            names.append(name)
+        random = view.first_random(block.nodes)
+        weights = self._weights(variant, block)
+        call = ["w_block", "ctx", str(random), *arguments]
+        function = f"{use.variant}.forward"
+        text = (
+            f"recompute({', '.join([function, *call])})"
+            if use.recompute
+            else f"{function}({', '.join(call)})"
+        )
+        printer.lines.append(f"# -- block {block.index}: {block.module_path or 'model'}")
+        printer.lines.append(f"w_block = {weights}")
+        printer.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}")
+
+    def _weights(self, variant: Variant, block: Block) -> str:
+        keys = weight_keys(self.view, variant)
+        names = [self.view.sources[ref.name].fqn for ref in block.parameters]
+        wanted = list(keys.keys.values())
+        own = [(n, k) for n, k, mine in zip(names, wanted, keys.own, strict=True) if mine]
+        prefixes = {n[: -len(k)] if n.endswith(k) else None for n, k in own}
+        if len(prefixes) <= 1 and None not in prefixes:
+            prefix = next(iter(prefixes), "")
+            return f'pick(w, {use_name(variant)}.WEIGHTS, "{prefix}")'
+        pairs = ", ".join(f'"{k}": w["{n}"]' for n, k in zip(names, wanted, strict=True))
+        return f"{{{pairs}}}"
+
+
+def use_name(variant: Variant) -> str:
+    """Module name of a variant's source file."""
+    return variant.name
+
+
+def partial_axes(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes on which a value is a partial sum."""
+    return tuple(axis for axis, p in zip(axes, layout, strict=True) if p == P)
+
+
+def sharded_dims(layout: Layout, axes: Sequence[str]) -> tuple[tuple[str, Shard], ...]:
+    """(axis, placement) of every split of a value."""
+    return tuple((a, p) for a, p in zip(axes, layout, strict=True) if isinstance(p, Shard))

@@ -1,0 +1,1 @@
+"""What things cost: hardware, clusters, compute, collectives, memory. Seconds and bytes."""

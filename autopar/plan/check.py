@@ -1,0 +1,240 @@
+"""Whether the parts of a plan agree with each other.
+
+`CHECKS` is the list of what must hold; each check yields one line per problem. What a plan says of
+a model or of a cluster at hand is checked in `fingerprint`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import isclose, prod
+
+from autopar.errors import PlanMismatch
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.placement import Layout, Partial, Shard
+from autopar.plan.plan import ParameterPlan, Plan, StagePlan
+from autopar.plan.text import amount, plural, spans
+from autopar.schedules.registry import SCHEDULES
+
+PIPELINE_AXIS = "pipeline"
+"""The axis between stages. It may be the group of a collective, but is no axis of a stage's mesh."""
+
+_SHOWN = 20
+_TOLERANCE = 1e-6
+"""Relative; figures in a file are rounded."""
+
+Problems = Iterator[str]
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanMismatch that lists what in the plan contradicts itself, if anything does."""
+    problems = plan_problems(plan)
+    if problems:
+        lines = [f"  {problem}" for problem in problems[:_SHOWN]]
+        if len(problems) > _SHOWN:
+            lines.append(f"  and {len(problems) - _SHOWN} more")
+        raise PlanMismatch(
+            "\n".join([f"the plan contradicts itself in {plural(len(problems), 'place')}:", *lines])
+        )
+
+
+def plan_problems(plan: Plan) -> tuple[str, ...]:
+    """Everything in the plan that contradicts itself; empty for a sound plan."""
+    return tuple(problem for check in CHECKS for problem in check(plan))
+
+
+def shared_parameters(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Parameters that lie on several stages, with those stages.
+
+    Their gradients have to be summed between the stages: a tied embedding, for one.
+    """
+    stages: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for parameter in stage.parameters:
+            stages.setdefault(parameter.fqn, []).append(stage.index)
+    return {fqn: tuple(found) for fqn, found in stages.items() if len(set(found)) > 1}
+
+
+def _degrees(plan: Plan) -> Problems:
+    training = plan.training
+    sizes = {
+        "pipeline": plan.pipeline,
+        "training.global_batch": training.global_batch,
+        "training.micro_batch": training.micro_batch,
+        "training.micro_batches": training.micro_batches,
+        **{f"axis {axis.name}": axis.size for axis in plan.axes},
+    }
+    for what, size in sizes.items():
+        if size < 1:
+            yield f"{what}: expected at least 1, found {size}"
+    for name, count in Counter(axis.name for axis in plan.axes).items():
+        if count > 1 or name == PIPELINE_AXIS:
+            yield f"axis {name}: expected one mesh axis of a name, and none called {PIPELINE_AXIS}"
+    if plan.pipeline != len(plan.stages):
+        yield f"pipeline: expected {len(plan.stages)}, the number of stages, found {plan.pipeline}"
+    if plan.schedule not in SCHEDULES:
+        yield f"schedule: expected one of {', '.join(SCHEDULES)}, found {plan.schedule!r}"
+    covered = training.micro_batch * training.micro_batches * plan.axis("data")
+    if covered < training.global_batch:
+        yield (
+            f"training: {training.micro_batches} micro-batches of {training.micro_batch} over "
+            f"{plan.axis('data')} data-parallel ranks hold {covered} samples of the global batch "
+            f"of {training.global_batch}"
+        )
+
+
+def _stages(plan: Plan) -> Problems:
+    for position, stage in enumerate(plan.stages):
+        if stage.index != position:
+            yield f"stages[{position}].index: expected {position}, found {stage.index}"
+    indices = [block.index for stage in plan.stages for block in stage.blocks]
+    for index, count in sorted(Counter(indices).items()):
+        if count > 1:
+            yield f"block {index}: expected on one stage, found {count} times"
+    missing = sorted(set(range(max(indices, default=-1) + 1)) - set(indices))
+    if missing:
+        yield f"blocks {spans(missing)}: on no stage"
+    for before, after in pairwise(indices):
+        if after < before:
+            yield f"block {after}: expected the stages to hold the blocks in order, after {before}"
+    for stage in plan.stages:
+        if not stage.blocks:
+            yield f"stage {stage.index}: holds no block"
+        if stage.in_flight < 1:
+            yield f"stage {stage.index}: in_flight: expected at least 1, found {stage.in_flight}"
+
+
+def _ranks(plan: Plan) -> Problems:
+    mesh = prod(axis.size for axis in plan.axes)
+    shape = " x ".join(f"{axis.name} {axis.size}" for axis in plan.axes) or "no axes"
+    owner: dict[int, int] = {}
+    for stage in plan.stages:
+        if len(stage.ranks) != mesh:
+            yield f"stage {stage.index}: expected {mesh} ranks ({shape}), found {len(stage.ranks)}"
+        for rank in stage.ranks:
+            if rank in owner:
+                yield f"rank {rank}: on stage {owner[rank]} and on stage {stage.index}"
+            owner[rank] = stage.index
+    outside = sorted(rank for rank in owner if not 0 <= rank < plan.cluster.num_devices)
+    if outside:
+        devices = plural(plan.cluster.num_devices, "device")
+        yield f"rank {spans(outside)}: outside the cluster of {devices}"
+
+
+def _parameters(plan: Plan) -> Problems:
+    shapes = {entry.fqn: tuple(map(str, entry.shape)) for entry in plan.model.parameters}
+    first: dict[str, ParameterPlan] = {}
+    for stage in plan.stages:
+        where = f"stage {stage.index}"
+        for fqn, count in Counter(parameter.fqn for parameter in stage.parameters).items():
+            if count > 1:
+                yield f"{where}: parameter {fqn}: expected once, found {count} times"
+        for parameter in stage.parameters:
+            known = shapes.get(parameter.fqn)
+            if known is None:
+                yield f"{where}: parameter {parameter.fqn}: not one of the model's"
+            elif known != tuple(map(str, parameter.shape)):
+                yield (
+                    f"{where}: parameter {parameter.fqn}: expected the model's shape "
+                    f"[{', '.join(known)}], found {list(parameter.shape)}"
+                )
+            yield from _layout_problems(
+                plan, parameter.layout, f"{where}: parameter {parameter.fqn}", parameter
+            )
+            if first.setdefault(parameter.fqn, parameter) != parameter:
+                yield f"{where}: parameter {parameter.fqn}: not as on an earlier stage"
+    for fqn in shapes:
+        if fqn not in first:
+            yield f"parameter {fqn}: on no stage"
+
+
+def _layout_problems(
+    plan: Plan, layout: Layout, where: str, parameter: ParameterPlan | None = None
+) -> Problems:
+    if len(layout) != len(plan.axes):
+        yield (
+            f"{where}: expected {plural(len(plan.axes), 'placement')}, one per mesh axis, found "
+            f"{len(layout)}"
+        )
+    if parameter is None:
+        return
+    shape = parameter.shape
+    for placement in layout:
+        if isinstance(placement, Partial):
+            yield f"{where}: a parameter cannot be {placement}"
+        if isinstance(placement, Shard):
+            if placement.dim >= len(shape):
+                yield f"{where}: {placement} of a tensor of {plural(len(shape), 'dim')}"
+            elif placement.pieces and sum(placement.pieces) != shape[placement.dim]:
+                yield f"{where}: the pieces of {placement} are not {shape[placement.dim]} together"
+
+
+def _variants(plan: Plan) -> Problems:
+    used = {block.variant for stage in plan.stages for block in stage.blocks}
+    names = Counter(variant.name for variant in plan.variants)
+    for name, count in names.items():
+        if count > 1:
+            yield f"variant {name}: expected once, found {count} times"
+        if name not in used:
+            yield f"variant {name}: run by no block"
+    for stage in plan.stages:
+        for block in stage.blocks:
+            if block.variant not in names:
+                yield f"block {block.index}: no variant is called {block.variant!r}"
+    for variant in plan.variants:
+        for choice in variant.choices:
+            where = f"variant {variant.name}: op {choice.node}"
+            for layout in (*choice.inputs, *choice.outputs):
+                yield from _layout_problems(plan, layout, where)
+
+
+def _collectives(plan: Plan) -> Problems:
+    known = {axis.name for axis in plan.axes} | {PIPELINE_AXIS}
+    for where, collectives in (
+        ("plan", plan.collectives),
+        *((f"stage {stage.index}", stage.collectives) for stage in plan.stages),
+    ):
+        for item in collectives:
+            unknown = sorted(set(item.axes) - known)
+            if unknown and item.op is not CollectiveOp.SEND_RECV:
+                yield f"{where}: {item.op} of {item.value}: no axis is called {', '.join(unknown)}"
+            if item.nbytes < 0 or item.count < 1:
+                yield f"{where}: {item.op} of {item.value}: {item.count} times {item.nbytes} bytes"
+
+
+def _memory(plan: Plan) -> Problems:
+    peaks = {stage.index: _peak_bytes(stage) for stage in plan.stages}
+    for stage in plan.stages:
+        for name, figure in (*stage.memory_bytes, *stage.time_s):
+            if figure < 0:
+                yield f"stage {stage.index}: {name}: expected no negative figure, found {figure}"
+        peak = peaks[stage.index]
+        if peak > stage.memory_limit_bytes * (1 + _TOLERANCE):
+            terms = sorted(stage.memory_bytes, key=lambda term: -term[1])
+            listed = ", ".join(f"{name} {amount(figure)}" for name, figure in terms[:4])
+            limit = amount(stage.memory_limit_bytes)
+            yield f"stage {stage.index}: needs {amount(peak)} of {limit}: {listed}"
+    stated = plan.prediction.peak_bytes
+    if plan.prediction.peak_stage not in peaks:
+        yield f"prediction.peak_stage: there is no stage {plan.prediction.peak_stage}"
+    elif not isclose(stated, max(peaks.values()), rel_tol=_TOLERANCE):
+        found = amount(max(peaks.values()))
+        yield f"prediction.peak_bytes: states {amount(stated)}, the stages add up to {found}"
+
+
+def _peak_bytes(stage: StagePlan) -> float:
+    return sum(figure for _, figure in stage.memory_bytes)
+
+
+CHECKS: tuple[Callable[[Plan], Problems], ...] = (
+    _degrees,
+    _stages,
+    _ranks,
+    _parameters,
+    _variants,
+    _collectives,
+    _memory,
+)
+"""Every check, in the order in which problems are listed."""

@@ -1,0 +1,154 @@
+"""Which values move between placements, and where: the one answer that is priced and emitted.
+
+The search prices the moves of a block through `move_bytes`, the code generator prints them, and the
+plan lists their collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.blocks import Block, BlockChain
+from autopar.ir.collective import CollectiveOp, Transition, transition
+from autopar.ir.graph import DTYPE_BYTES, OpGraph, OpNode, Ref, SourceKind, TensorSpec
+from autopar.ir.placement import Layout, R, Shard, largest_shape, local_shape
+from autopar.ir.size import shape_at
+from autopar.ir.strategy import BatchAxis
+from autopar.plan.plan import NodeChoice
+
+DATA, TENSOR = "data", "tensor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """One value changes its placement on one axis (an index into the mesh axes)."""
+
+    value: Ref
+    axis: int
+    before: Layout
+    after: Layout
+    transition: Transition
+
+
+def moves_between(
+    value: Ref, src: Layout, dst: Layout, *, differentiable: bool
+) -> tuple[Move, ...]:
+    """The moves from one layout to another, axis by axis from the outermost.
+
+    Raises KeyError where an axis has no such move.
+    """
+    moves, now = [], src
+    for axis, (have, want) in enumerate(zip(src, dst, strict=True)):
+        step = transition(have, want, differentiable=differentiable)
+        if step is not None:
+            after = (*now[:axis], want, *now[axis + 1 :])
+            moves.append(Move(value=value, axis=axis, before=now, after=after, transition=step))
+            now = after
+    return tuple(moves)
+
+
+def whole_on_axis(
+    shape: tuple[int, ...], layout: Layout, sizes: Sequence[int], axis: int, *, rank: int = 0
+) -> tuple[int, ...]:
+    """Local shape on all axes but `axis`, on which it stays whole; `rank` is the first axis's."""
+    others = tuple(1 if i == axis else size for i, size in enumerate(sizes))
+    coordinate = tuple(rank if i == 0 and others[0] > 1 else 0 for i in range(len(others)))
+    return local_shape(shape, layout, others, coordinate)
+
+
+def move_bytes(
+    spec: TensorSpec, move: Move, op: CollectiveOp, sizes: Sequence[int], batch: int
+) -> int:
+    """Bytes of the collective of a move, in the convention of `ir.collective.Collective`.
+
+    `batch` counts the samples over all data-parallel ranks.
+    """
+    shape = whole_on_axis(shape_at(spec.shape, batch), move.before, sizes, move.axis)
+    if op is CollectiveOp.ALL_TO_ALL:
+        shape = largest_shape(shape_at(spec.shape, batch), move.before, tuple(sizes))
+    count = DTYPE_BYTES[spec.dtype]
+    for extent in shape:
+        count *= extent
+    return count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFlow:
+    """The moves of a block: before each node, in order, and at its end for its outputs."""
+
+    before: Mapping[str, tuple[Move, ...]]
+    at_end: tuple[Move, ...]
+    produced: Mapping[Ref, Layout]
+
+    def moves(self) -> Iterable[Move]:
+        """All moves in the order they are emitted."""
+        for moves in self.before.values():
+            yield from moves
+        yield from self.at_end
+
+
+def block_flow(
+    nodes: Sequence[OpNode],
+    choices: Mapping[str, NodeChoice],
+    given: Mapping[Ref, Layout],
+    required: Mapping[Ref, Layout],
+    differentiable: frozenset[Ref],
+) -> BlockFlow:
+    """The moves that make every node's inputs lie as its choice asks.
+
+    `given` has the layouts of values from outside the block, `required` those that leave it must
+    have. A value moved once to a layout is used again from there.
+    """
+    produced: dict[Ref, Layout] = dict(given)
+    available: set[tuple[Ref, Layout]] = {(ref, layout) for ref, layout in given.items()}
+
+    def bring(ref: Ref, layout: Layout) -> list[Move]:
+        if (ref, layout) in available:
+            return []
+        path = moves_between(ref, produced[ref], layout, differentiable=ref in differentiable)
+        done = [i for i, move in enumerate(path, 1) if (ref, move.after) in available]
+        fresh = list(path[max(done, default=0) :])
+        available.update((ref, move.after) for move in fresh)
+        return fresh
+
+    before: dict[str, tuple[Move, ...]] = {}
+    for node in nodes:
+        choice = choices[node.name]
+        wanted = zip(node.inputs(), choice.inputs, strict=True)
+        before[node.name] = tuple(move for ref, layout in wanted for move in bring(ref, layout))
+        for index, layout in enumerate(choice.outputs):
+            ref = Ref(node.name, index)
+            produced[ref] = layout
+            available.add((ref, layout))
+    at_end = tuple(move for ref, layout in required.items() for move in bring(ref, layout))
+    return BlockFlow(before=before, at_end=at_end, produced=produced)
+
+
+def shared_layouts(graph: OpGraph, batch: BatchAxis, num_axes: int) -> dict[Ref, Layout]:
+    """Layouts of the values that pass between blocks and stages: split by sample, else whole.
+
+    The first mesh axis is the data axis; a value summed at set-up is whole on it as well.
+    """
+    rest: Layout = (R,) * (num_axes - 1)
+    layouts: dict[Ref, Layout] = {}
+    for source in graph.sources:
+        grown = [dim for dim, size in enumerate(source.spec.shape) if size.is_batch]
+        split = source.kind is SourceKind.INPUT and grown and not batch.coupled
+        layouts[Ref(source.name)] = (Shard(grown[0]) if split else R, *rest)
+    summed = set(batch.setup_sums)
+    for node in graph.nodes:
+        for index, placement in enumerate(batch.strategies[node.name].outputs):
+            on_data = R if node.name in summed else placement
+            layouts[Ref(node.name, index)] = (on_data, *rest)
+    return layouts
+
+
+def block_edges(
+    chain: BlockChain, block: Block, shared: Mapping[Ref, Layout]
+) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
+    """Layouts of the values a block is given, and of those it must hand on."""
+    crossing = {ref for boundary in chain.boundaries for ref in boundary}
+    given = {ref: shared[ref] for ref in (*block.inputs, *block.shared)}
+    required = {ref: shared[ref] for ref in block.outputs if ref in crossing}
+    return given, required

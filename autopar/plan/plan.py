@@ -1,0 +1,210 @@
+"""The plan: every decision, in types that read and write as JSON.
+
+A plan holds decisions and predictions, no code. Anything that follows from the decisions and the
+model's graph (source, process groups, local shapes) is derived again when it is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.cluster import Cluster
+from autopar.ir.collective import Collective
+from autopar.ir.placement import Layout
+from autopar.ir.size import Shape
+
+PLAN_VERSION = 1
+
+Terms = tuple[tuple[str, float], ...]
+"""Named figures in a fixed order, such as the terms of a stage's memory in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """Name, shape and dtype of a parameter, buffer or input of the model."""
+
+    fqn: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFingerprint:
+    """What a plan was made for. `ops_digest` is a hash of the op list with shapes and wiring."""
+
+    name: str
+    parameters: tuple[TensorEntry, ...]
+    inputs: tuple[TensorEntry, ...]
+    num_ops: int
+    ops_digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """The training setup a plan was made for. `micro_batch` is per data-parallel rank."""
+
+    global_batch: int
+    precision: str
+    optimizer: str
+    micro_batch: int = 1
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshAxis:
+    """A named axis of every stage's mesh and its size, outermost first."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeChoice:
+    """Layouts that one op runs with: one per tensor input, one per output."""
+
+    node: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way to run all blocks of a class; becomes one source file.
+
+    `choices` names the nodes of the class's first block; other blocks correspond by position.
+    """
+
+    name: str
+    class_index: int
+    digest: str
+    choices: tuple[NodeChoice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPlan:
+    """One block on its stage: which variant runs it, and whether its forward is run again."""
+
+    index: int
+    variant: str
+    recompute: bool
+    module_path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterPlan:
+    """Where a parameter or buffer lies.
+
+    `tied` lists further names; `shard_sizes` has the extents along an unevenly split dim.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    trainable: bool
+    buffer: bool = False
+    tied: tuple[str, ...] = ()
+    shard_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One pipeline stage: its ranks, blocks, parameters and what they are predicted to cost.
+
+    `time_s` has `forward`, `backward` (recompute included), `send_forward`, `send_backward` per
+    micro-batch, `gradient_sync` and `optimizer` per step. `memory_bytes` sums to the peak per rank.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    blocks: tuple[BlockPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+    time_s: Terms
+    memory_bytes: Terms
+    memory_limit_bytes: int
+    in_flight: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A grid the search looked at: its degrees, and its step time or why it is out."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    micro_batch: int
+    schedule: str
+    step_s: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """How good the plan is known to be, over the space the search covers.
+
+    `bound_s` is a proven lower bound of the objective, `gap` its relative distance. `space` says in
+    words what was searched.
+    """
+
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    grids: int
+    solved: int
+    pruned: int
+    space: str
+    runners_up: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinPrice:
+    """A decision fixed by the user, and the step time it costs against the free optimum."""
+
+    key: str
+    value: str
+    cost_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """The simulated step. `time_s` are terms of the critical path, `peak_bytes` the fullest rank."""
+
+    step_s: float
+    samples_per_s: float
+    bubble_fraction: float
+    peak_bytes: float
+    peak_stage: int
+    time_s: Terms
+    measured_ops: int = 0
+    priced_ops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every decision for training one model on one cluster."""
+
+    version: int = PLAN_VERSION
+    model: ModelFingerprint
+    cluster: Cluster
+    training: Training
+    pipeline: int
+    axes: tuple[MeshAxis, ...]
+    schedule: str
+    variants: tuple[Variant, ...]
+    stages: tuple[StagePlan, ...]
+    collectives: tuple[Collective, ...]
+    prediction: Prediction
+    certificate: Certificate
+    pins: tuple[PinPrice, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def axis(self, name: str) -> int:
+        """Size of a mesh axis; 1 where the mesh has no such axis."""
+        return next((axis.size for axis in self.axes if axis.name == name), 1)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the plan uses."""
+        return sum(len(stage.ranks) for stage in self.stages)

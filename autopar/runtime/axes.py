@@ -1,0 +1,260 @@
+"""Named axes of ranks and the process groups along them.
+
+Every process makes every group of the run, in one order that follows from the arguments alone:
+`torch.distributed.new_group` needs all processes to call it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import PlanMismatch
+from autopar.runtime.recorder import Recorder
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AxisGroup:
+    """The ranks along one axis, or along several joined ones, through this process.
+
+    `rank` is this process's position in `ranks`. `group` is None where `size` is 1: there is nobody
+    to talk to. `axes` are the names of the mesh axes joined.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    recorder: Recorder
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def name(self) -> str:
+        """The axis name; joined axes are joined by `+`."""
+        return "+".join(self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mesh:
+    """The ranks of one stage as a grid of named axes, outermost first, seen from this process.
+
+    `coordinate` is None, and `axes` empty, where the process is not among the ranks.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    axes: Mapping[str, AxisGroup]
+    joined: Mapping[tuple[str, ...], AxisGroup]
+    alone: dist.ProcessGroup | None = None
+
+    def along(self, names: tuple[str, ...]) -> AxisGroup:
+        """The group along the named axes together. Raises KeyError if it was not asked for."""
+        wide = tuple(name for name in names if self.axes[name].size > 1)
+        if len(wide) <= 1:
+            return self.axes[wide[0] if wide else names[0]]
+        return self.joined[wide]
+
+    @property
+    def wide(self) -> tuple[int, ...]:
+        """Indices of the axes with more than one rank; the first axis where there is none."""
+        return tuple(i for i, size in enumerate(self.sizes) if size > 1) or (0,)
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The grid for DTensor, made of the groups that exist; axes of size 1 are left out."""
+        names = tuple(self.names[i] for i in self.wide)
+        groups = [self.axes[name].group or self.alone for name in names]
+        grid = torch.tensor(self.ranks).reshape([self.sizes[i] for i in self.wide])
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class World:
+    """All processes of a run: one mesh per stage, and the groups that cross stages.
+
+    `channels[stage, direction]` carries values between `stage` and `stage + 1`; it is absent where
+    both stages have the same ranks. `ties[stages]` joins the ranks at this process's position of
+    the stages that own a tied parameter; absent where that is this process alone.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    recorder: Recorder
+    meshes: tuple[Mesh, ...]
+    everyone: AxisGroup
+    channels: Mapping[tuple[int, str], dist.ProcessGroup]
+    ties: Mapping[tuple[int, ...], AxisGroup]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages this process runs, in order."""
+        return tuple(i for i, mesh in enumerate(self.meshes) if mesh.coordinate is not None)
+
+    def peer(self, stage: int, other: int) -> int:
+        """The rank of stage `other` at the position that this process has in `stage`."""
+        return self.meshes[other].ranks[self.meshes[stage].ranks.index(self.rank)]
+
+
+class _Groups:
+    """Makes each group of ranks once; every process asks for the same ones in the same order."""
+
+    def __init__(self, world_size: int) -> None:
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._world = tuple(range(world_size))
+
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._made:
+            whole = ranks == self._world
+            self._made[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        return self._made[ranks]
+
+
+def create_world(
+    axes: Sequence[tuple[str, int]],
+    stages: Sequence[Sequence[int]],
+    *,
+    joins: Iterable[tuple[str, ...]] = (),
+    ties: Iterable[tuple[int, ...]] = (),
+    device: torch.device | str = "cpu",
+) -> World:
+    """Make all process groups of a run. Collective over all processes, with equal arguments.
+
+    `axes` are `(name, size)` of every stage's mesh, outermost first; `stages` the ranks of each
+    stage. `joins` are sets of axes whose ranks must reach each other in one collective (a gradient
+    summed over two axes), `ties` sets of stages that own a tied parameter. Raises PlanMismatch
+    where a stage's rank count is not the product of the axes or a rank does not exist.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _check(axes, stages, size)
+    groups, recorder = _Groups(size), Recorder()
+    wide = _wide_joins(axes, joins)
+    meshes = tuple(_mesh(axes, tuple(ranks), rank, wide, groups, recorder) for ranks in stages)
+    channels: dict[tuple[int, str], dist.ProcessGroup] = {}
+    for stage, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
+        if tuple(here) != tuple(there):
+            for direction in (FORWARD, BACKWARD):
+                ends = sorted({*here, *there})
+                channels[stage, direction] = dist.new_group(ends)
+    return World(
+        rank=rank,
+        size=size,
+        device=torch.device(device),
+        recorder=recorder,
+        meshes=meshes,
+        everyone=_group(("world",), tuple(range(size)), rank, groups, recorder),
+        channels=channels,
+        ties=_ties(stages, sorted(set(ties)), rank, groups, recorder),
+    )
+
+
+def _check(
+    axes: Sequence[tuple[str, int]], stages: Sequence[Sequence[int]], world_size: int
+) -> None:
+    expected = prod(size for _, size in axes)
+    shape = " x ".join(f"{name} {size}" for name, size in axes)
+    for stage, ranks in enumerate(stages):
+        if len(ranks) != expected or len(set(ranks)) != expected:
+            raise PlanMismatch(
+                f"stage {stage} has ranks {list(ranks)}; the mesh {shape} needs {expected} distinct"
+            )
+        if not set(ranks) <= set(range(world_size)):
+            raise PlanMismatch(
+                f"stage {stage} uses rank {max(ranks)}, but {world_size} processes were started; "
+                f"start as many as the plan has devices"
+            )
+
+
+def _wide_joins(
+    axes: Sequence[tuple[str, int]], joins: Iterable[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """The joins without axes of size 1, in mesh order; those of one axis need no group of their
+    own."""
+    wide = [name for name, size in axes if size > 1]
+    kept = {tuple(name for name in wide if name in join) for join in joins}
+    return tuple(sorted(join for join in kept if len(join) > 1))
+
+
+def _group(
+    axes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    rank: int,
+    groups: _Groups,
+    recorder: Recorder,
+) -> AxisGroup:
+    group = groups.get(ranks) if len(ranks) > 1 else None
+    return AxisGroup(
+        axes=axes, ranks=ranks, rank=ranks.index(rank), recorder=recorder, group=group
+    )
+
+
+def _mesh(
+    axes: Sequence[tuple[str, int]],
+    ranks: tuple[int, ...],
+    rank: int,
+    joins: tuple[tuple[str, ...], ...],
+    groups: _Groups,
+    recorder: Recorder,
+) -> Mesh:
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    at = dict(zip(product(*map(range, sizes)), ranks, strict=True))
+    coordinate = next((where for where, owner in at.items() if owner == rank), None)
+    mine: dict[tuple[str, ...], AxisGroup] = {}
+    for join in (*((name,) for name in names), *joins):
+        for line in _lines(at, [names.index(name) for name in join]):
+            if len(line) > 1:
+                groups.get(line)
+            if rank in line:
+                mine[join] = _group(join, line, rank, groups, recorder)
+    alone = groups.get(ranks) if len(ranks) == 1 else None
+    return Mesh(
+        names=names,
+        sizes=sizes,
+        ranks=ranks,
+        coordinate=coordinate,
+        axes={join[0]: group for join, group in mine.items() if len(join) == 1},
+        joined={join: group for join, group in mine.items() if len(join) > 1},
+        alone=alone,
+    )
+
+
+def _lines(at: Mapping[tuple[int, ...], int], along: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks that differ only in the coordinates `along`, for each value of the others."""
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for where, owner in at.items():
+        fixed = tuple(-1 if i in along else c for i, c in enumerate(where))
+        lines.setdefault(fixed, []).append(owner)
+    return [tuple(line) for line in lines.values()]
+
+
+def _ties(
+    stages: Sequence[Sequence[int]],
+    ties: Sequence[tuple[int, ...]],
+    rank: int,
+    groups: _Groups,
+    recorder: Recorder,
+) -> dict[tuple[int, ...], AxisGroup]:
+    mine: dict[tuple[int, ...], AxisGroup] = {}
+    for owners in ties:
+        for position in range(len(stages[0])):
+            ranks = tuple(sorted({stages[stage][position] for stage in owners}))
+            if len(ranks) > 1:
+                groups.get(ranks)
+                if rank in ranks:
+                    mine[owners] = _group(("tied",), ranks, rank, groups, recorder)
+    return mine

@@ -1,0 +1,212 @@
+"""Moving a value from one placement to another on one axis: a function per row of `TRANSITIONS`.
+
+Each runs exactly the collectives that its row lists, forward and backward, and gives the gradient
+in the placement that `ir.placement` pairs with the value's. Over an axis of one rank all are the
+identity. `dim` is the tensor dim cut, `size` its extent before this axis cuts it, `pieces` those of
+the placement `S(dim:pieces)`. Where two axes cut the same dim only the inner one, which cut last,
+may be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.runtime import primitives, shards
+from autopar.runtime.axes import AxisGroup
+from autopar.runtime.shards import Pieces
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map over all ranks together, given with its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: _Map, transpose: _Map) -> Tensor:
+        ctx.transpose = transpose
+        return run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(grad), None, None
+
+
+def _apply(x: Tensor, axis: AxisGroup, run: _Map, transpose: _Map) -> Tensor:
+    return x if axis.size == 1 else _Linear.apply(x, run, transpose)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(axis: AxisGroup, *, backward: bool) -> _Map:
+    return lambda x: primitives.all_reduce(x, axis, backward=backward)
+
+
+def _take(axis: AxisGroup, dim: int, pieces: Pieces) -> _Map:
+    # A copy: a view would keep the whole tensor alive until the backward.
+    return lambda x: shards.take(x, dim, pieces, axis.size, axis.rank).clone()
+
+
+def _place(axis: AxisGroup, dim: int, size: int, pieces: Pieces) -> _Map:
+    return lambda x: shards.place(x, dim, size, pieces, axis.size, axis.rank)
+
+
+def _all_gather(axis: AxisGroup, dim: int, size: int, pieces: Pieces, *, backward: bool) -> _Map:
+    sizes = shards.sizes(size, pieces, axis.size)
+
+    def run(x: Tensor) -> Tensor:
+        stacked = primitives.all_gather(x, axis, dim, sizes, backward=backward)
+        if dim == 0 and not pieces and len(set(sizes)) == 1:
+            return stacked.flatten(0, 1)
+        return shards.join(stacked.unbind(0), dim, size, pieces)
+
+    return run
+
+
+def _reduce_scatter(axis: AxisGroup, dim: int, pieces: Pieces, *, backward: bool) -> _Map:
+    return lambda x: primitives.reduce_scatter(
+        shards.split(x, dim, pieces, axis.size), axis, dim, backward=backward
+    )
+
+
+def sum_gradient(x: Tensor, axis: AxisGroup) -> Tensor:
+    """R to R*: nothing forward; the gradient, partial on each rank, is summed backward."""
+    return _apply(x, axis, _same, _all_reduce(axis, backward=True))
+
+
+def take_shard(x: Tensor, axis: AxisGroup, dim: int, pieces: Pieces = ()) -> Tensor:
+    """R to S: this rank's shard; the shards' gradients are gathered backward."""
+    dim %= x.dim()
+    back = _all_gather(axis, dim, x.shape[dim], pieces, backward=True)
+    return _apply(x, axis, _take(axis, dim, pieces), back)
+
+
+def keep_on_first(x: Tensor, axis: AxisGroup) -> Tensor:
+    """R to P: the value on the first rank, zero on the others; the gradient is the same on all."""
+    return _apply(x, axis, _same if axis.rank == 0 else torch.zeros_like, _same)
+
+
+def take_shard_of_partial(x: Tensor, axis: AxisGroup, dim: int, pieces: Pieces = ()) -> Tensor:
+    """R* to S: this rank's shard; its gradient is the rank's summand, zero outside the shard."""
+    dim %= x.dim()
+    return _apply(
+        x, axis, _take(axis, dim, pieces), _place(axis, dim, x.shape[dim], pieces)
+    )
+
+
+def gather(x: Tensor, axis: AxisGroup, dim: int, size: int, pieces: Pieces = ()) -> Tensor:
+    """S to R: all shards together; each rank takes its part of the gradient, the same on all."""
+    dim %= x.dim()
+    run = _all_gather(axis, dim, size, pieces, backward=False)
+    return _apply(x, axis, run, _take(axis, dim, pieces))
+
+
+def gather_sum_gradient(
+    x: Tensor, axis: AxisGroup, dim: int, size: int, pieces: Pieces = ()
+) -> Tensor:
+    """S to R*: all shards together; gradients, partial on each rank, are summed and scattered."""
+    dim %= x.dim()
+    run = _all_gather(axis, dim, size, pieces, backward=False)
+    return _apply(x, axis, run, _reduce_scatter(axis, dim, pieces, backward=True))
+
+
+def exchange(
+    x: Tensor,
+    axis: AxisGroup,
+    src_dim: int,
+    dst_dim: int,
+    src_size: int,
+    src_pieces: Pieces = (),
+    dst_pieces: Pieces = (),
+) -> Tensor:
+    """S to S: from shards of `src_dim` (whole: `src_size`) to shards of `dst_dim`.
+
+    One dim may be cut anew, in other pieces.
+    """
+    src_dim, dst_dim = src_dim % x.dim(), dst_dim % x.dim()
+    # One rank's buffer as the plan counts it, in both directions: the largest one before the move.
+    share = shards.sizes(src_size, src_pieces, axis.size)
+    nbytes = x.element_size() * share[0]
+    for dim, extent in enumerate(x.shape):
+        nbytes *= 1 if dim == src_dim else extent
+    src, dst = (src_dim, src_size, src_pieces), (dst_dim, x.shape[dst_dim], dst_pieces)
+    if src_dim == dst_dim:
+        src, dst = (src_dim, src_size, src_pieces), (src_dim, src_size, dst_pieces)
+        move = _recut
+    else:
+        move = _swap
+    return _apply(
+        x,
+        axis,
+        lambda value: move(value, axis, src, dst, nbytes=nbytes, backward=False),
+        lambda grad: move(grad, axis, dst, src, nbytes=nbytes, backward=True),
+    )
+
+
+_Cut = tuple[int, int, Pieces]
+"""A dim, its whole extent, and the pieces it is cut in."""
+
+
+def _swap(
+    x: Tensor, axis: AxisGroup, src: _Cut, dst: _Cut, *, nbytes: int, backward: bool
+) -> Tensor:
+    """All-to-all between two dims."""
+    (src_dim, src_size, src_pieces), (dst_dim, _, dst_pieces) = src, dst
+    parts = shards.split(x, dst_dim, dst_pieces, axis.size)
+    shape, shapes = list(parts[axis.rank].shape), []
+    for extent in shards.sizes(src_size, src_pieces, axis.size):
+        shape[src_dim] = extent
+        shapes.append(tuple(shape))
+    received = primitives.all_to_all(parts, axis, shapes, nbytes=nbytes, backward=backward)
+    return shards.join(received, src_dim, src_size, src_pieces)
+
+
+def _recut(
+    x: Tensor, axis: AxisGroup, src: _Cut, dst: _Cut, *, nbytes: int, backward: bool
+) -> Tensor:
+    """All-to-all within one dim, between two ways of cutting it in pieces."""
+    (dim, size, src_pieces), (_, _, dst_pieces) = src, dst
+    held = [shards.positions(size, src_pieces, axis.size, rank) for rank in range(axis.size)]
+    wanted = [shards.positions(size, dst_pieces, axis.size, rank) for rank in range(axis.size)]
+    place = torch.full((size,), -1)
+    place[wanted[axis.rank]] = torch.arange(len(wanted[axis.rank]))
+    parts = [
+        x.index_select(dim, torch.isin(held[axis.rank], want).nonzero()[:, 0].to(x.device))
+        for want in wanted
+    ]
+    targets = [place[held_there][place[held_there] >= 0] for held_there in held]
+    shape, shapes = list(x.shape), []
+    for target in targets:
+        shape[dim] = len(target)
+        shapes.append(tuple(shape))
+    received = primitives.all_to_all(parts, axis, shapes, nbytes=nbytes, backward=backward)
+    shape[dim] = len(wanted[axis.rank])
+    result = x.new_empty(shape)
+    for target, part in zip(targets, received, strict=True):
+        result.index_copy_(dim, target.to(x.device), part)
+    return result
+
+
+def sum_partial(x: Tensor, axis: AxisGroup) -> Tensor:
+    """P to R: the sum of the summands; its gradient is every summand's."""
+    return _apply(x, axis, _all_reduce(axis, backward=False), _same)
+
+
+def sum_partial_and_gradient(x: Tensor, axis: AxisGroup) -> Tensor:
+    """P to R*: the sum of the summands; its gradients, partial on each rank, are summed too."""
+    run, back = _all_reduce(axis, backward=False), _all_reduce(axis, backward=True)
+    return _apply(x, axis, run, back)
+
+
+def sum_and_scatter(x: Tensor, axis: AxisGroup, dim: int, pieces: Pieces = ()) -> Tensor:
+    """P to S: this rank's shard of the sum; the shards' gradients are gathered backward."""
+    dim %= x.dim()
+    back = _all_gather(axis, dim, x.shape[dim], pieces, backward=True)
+    return _apply(x, axis, _reduce_scatter(axis, dim, pieces, backward=False), back)

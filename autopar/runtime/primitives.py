@@ -1,0 +1,120 @@
+"""The only place that calls collectives of `torch.distributed`.
+
+Each function runs one collective over an `AxisGroup` and notes it in the group's recorder, with the
+bytes of the whole tensor as `ir.collective.Collective` counts them. Over one rank nothing happens.
+A tensor without elements (the same on all ranks of the group, by construction) is not sent either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ir.collective import CollectiveOp
+from autopar.runtime.axes import AxisGroup
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def _wire(x: Tensor) -> Tensor:
+    """A real view of the same memory: gloo does not know complex numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def all_reduce_(
+    x: Tensor, axis: AxisGroup, *, reduction: str = "sum", backward: bool = False
+) -> Tensor:
+    """Sum (or take the maximum of) a contiguous tensor over the axis, in place."""
+    if axis.group is not None and x.numel():
+        axis.recorder.note(CollectiveOp.ALL_REDUCE, x.nbytes, axis.axes, backward=backward)
+        dist.all_reduce(_wire(x), op=_REDUCTIONS[reduction], group=axis.group)
+    return x
+
+
+def all_reduce(
+    x: Tensor, axis: AxisGroup, *, reduction: str = "sum", backward: bool = False
+) -> Tensor:
+    """The sum (or maximum) of `x` over the axis, as a new tensor."""
+    if axis.group is None:
+        return x
+    fresh = x.detach().clone(memory_format=torch.contiguous_format)
+    return all_reduce_(fresh, axis, reduction=reduction, backward=backward)
+
+
+def all_gather(
+    x: Tensor, axis: AxisGroup, dim: int, sizes: Sequence[int], *, backward: bool = False
+) -> Tensor:
+    """The shards of all ranks, stacked in a new first dim.
+
+    `sizes` are the extents of `dim` on the ranks; shorter shards are padded at the end, since gloo
+    and NCCL gather equal parts only.
+    """
+    own = _padded(x.detach(), dim, max(sizes))
+    stacked = own.new_empty((axis.size, *own.shape))
+    if axis.group is None:
+        stacked[0] = own
+    elif own.numel():
+        nbytes = own.nbytes // max(sizes) * sum(sizes)
+        axis.recorder.note(CollectiveOp.ALL_GATHER, nbytes, axis.axes, backward=backward)
+        dist.all_gather_into_tensor(_wire(stacked), _wire(own), group=axis.group)
+    return stacked
+
+
+def reduce_scatter(
+    parts: Sequence[Tensor], axis: AxisGroup, dim: int, *, backward: bool = False
+) -> Tensor:
+    """The sum over the ranks of their `parts[rank]`, which may differ in their extent of `dim`."""
+    if axis.group is None:
+        return parts[0]
+    sizes = [part.shape[dim] for part in parts]
+    stacked = torch.stack([_padded(part.detach(), dim, max(sizes)) for part in parts])
+    own = torch.empty_like(stacked[0])
+    if own.numel():
+        nbytes = own.nbytes // max(sizes) * sum(sizes)
+        axis.recorder.note(CollectiveOp.REDUCE_SCATTER, nbytes, axis.axes, backward=backward)
+        dist.reduce_scatter_tensor(_wire(own), _wire(stacked), group=axis.group)
+    return own.narrow(dim, 0, sizes[axis.rank])
+
+
+def all_to_all(
+    parts: Sequence[Tensor],
+    axis: AxisGroup,
+    shapes: Sequence[Sequence[int]],
+    *,
+    nbytes: int,
+    backward: bool = False,
+) -> list[Tensor]:
+    """Send `parts[r]` to rank `r`; what each rank sent here, in the given shapes.
+
+    `nbytes` is one rank's buffer as the plan counts it.
+    """
+    if axis.group is None:
+        return list(parts)
+    sent = torch.cat([part.detach().reshape(-1) for part in parts])
+    counts = [prod(shape) for shape in shapes]
+    received = sent.new_empty(sum(counts))
+    if nbytes:
+        axis.recorder.note(CollectiveOp.ALL_TO_ALL, nbytes, axis.axes, backward=backward)
+        scale = 2 if sent.is_complex() else 1
+        dist.all_to_all_single(
+            _wire(received).flatten(),
+            _wire(sent).flatten(),
+            [count * scale for count in counts],
+            [part.numel() * scale for part in parts],
+            group=axis.group,
+        )
+    flat = received.split(counts)
+    return [part.view(tuple(shape)) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x`, contiguous, with zeros appended to `dim` up to `size`."""
+    if x.shape[dim] == size:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)

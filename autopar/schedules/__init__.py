@@ -1,0 +1,1 @@
+"""Pipeline schedules as action lists: built, validated, simulated, lowered, executed."""

@@ -1,0 +1,163 @@
+"""The time an action list takes, by running it.
+
+Each rank has a compute stream, which goes through the rank's list in order, and a communication
+stream, which carries its sends one after the other. With overlap a send starts once the action
+before it is done and the stream is free, and costs the compute stream nothing; a receive makes the
+compute stream wait until the message is there. Without overlap both sides give their compute
+stream to a message: the sender while it sends, the receiver for as long, from the moment it takes
+the message and not before it is being sent. Sends never wait for the receiver (they are buffered).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from autopar.errors import InputError
+from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.lower import insert_communication
+from autopar.schedules.timeline import StageTimes, Timeline
+
+_K = ActionKind
+_Costs = dict[ActionKind, tuple[float, ...]]
+
+
+def simulate(schedule: Schedule, times: StageTimes, overlap: bool = True) -> Timeline:
+    """Run a valid schedule on the given times.
+
+    Communication is inserted where the schedule has none (to simulate one schedule often, insert it
+    once beforehand). Raises InputError where times do not fit the schedule, or where it stands
+    still (`validate` tells why).
+    """
+    lowered = insert_communication(schedule)
+    costs = _costs(lowered, times)
+    start_s, end_s = _Run(lowered, costs, overlap).spans()
+    return Timeline(
+        schedule=lowered,
+        start_s=tuple(map(tuple, start_s)),
+        end_s=tuple(map(tuple, end_s)),
+        busy_s=tuple(_busy_s(row, costs) for row in lowered.ranks),
+        finish_s=tuple(max(row, default=0.0) for row in end_s),
+    )
+
+
+def _busy_s(row: tuple[Action, ...], costs: _Costs) -> float:
+    counts = Counter((action.kind, action.stage) for action in row)
+    return sum(
+        count * costs[kind][stage] for (kind, stage), count in counts.items() if kind.is_compute
+    )
+
+
+def _costs(schedule: Schedule, times: StageTimes) -> _Costs:
+    """Seconds per kind and stage; a message costs the same under its send and its receive."""
+    stages, used = schedule.num_stages, {a.kind for row in schedule.ranks for a in row}
+    boundaries = (0.0,) * (stages - 1)
+    send_forward_s = times.send_forward_s or boundaries
+    send_backward_s = times.send_backward_s or boundaries
+    fields = (
+        ("forward_s", times.forward_s, stages, True),
+        ("backward_s", times.backward_s, stages, _K.BACKWARD in used),
+        ("backward_input_s", times.backward_input_s, stages, _K.BACKWARD_INPUT in used),
+        ("backward_weight_s", times.backward_weight_s, stages, _K.BACKWARD_WEIGHT in used),
+        ("send_forward_s", send_forward_s, stages - 1, True),
+        ("send_backward_s", send_backward_s, stages - 1, True),
+    )
+    for name, given, expected, needed in fields:
+        if needed and len(given) != expected:
+            raise InputError(
+                f"times for schedule {schedule.name!r}: {name} has {len(given)} entries, expected "
+                f"{expected} for its {stages} stages"
+            )
+    return {
+        _K.FORWARD: times.forward_s,
+        _K.BACKWARD: times.backward_s,
+        _K.BACKWARD_INPUT: times.backward_input_s,
+        _K.BACKWARD_WEIGHT: times.backward_weight_s,
+        _K.SEND_FORWARD: send_forward_s,
+        _K.RECV_FORWARD: (0.0, *send_forward_s),
+        _K.SEND_BACKWARD: (0.0, *send_backward_s),
+        _K.RECV_BACKWARD: send_backward_s,
+    }
+
+
+_COMPUTE, _SEND, _RECV = range(3)
+
+
+class _Run:
+    """One simulation. Each rank is a generator that gives the key of a message it must wait for.
+
+    A message's key is the same for its send and its receive.
+    """
+
+    def __init__(self, schedule: Schedule, costs: _Costs, overlap: bool) -> None:
+        self.schedule = schedule
+        self.overlap = overlap
+        self.start_s: list[list[float]] = [[] for _ in schedule.ranks]
+        self.end_s: list[list[float]] = [[] for _ in schedule.ranks]
+        self.sent: dict[int, tuple[float, float]] = {}
+        self.waiting: dict[int, int] = {}
+        self.runnable = list(range(schedule.num_ranks))
+        one, all_ = schedule.num_micro_batches, schedule.num_stages * schedule.num_micro_batches
+        first_key = {
+            _K.SEND_FORWARD: one,
+            _K.RECV_FORWARD: 0,
+            _K.SEND_BACKWARD: all_ - one,
+            _K.RECV_BACKWARD: all_,
+        }
+        self.table = {
+            kind: (
+                _COMPUTE if kind.is_compute else _SEND if kind.is_send else _RECV,
+                costs[kind],
+                first_key.get(kind, 0),
+            )
+            for kind in ActionKind
+        }
+
+    def spans(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Start and end of every action, per rank."""
+        ranks = [self._rank(rank) for rank in range(self.schedule.num_ranks)]
+        while self.runnable:
+            rank = self.runnable.pop()
+            key = next(ranks[rank], None)
+            if key is not None:
+                self.waiting[key] = rank
+        for rank, row in enumerate(self.schedule.ranks):
+            position = len(self.end_s[rank])
+            if position < len(row):
+                raise InputError(
+                    f"schedule {self.schedule.name!r} stands still: rank {rank} never gets past "
+                    f"position {position}, action {row[position]}; validate it to see why"
+                )
+        return self.start_s, self.end_s
+
+    def _rank(self, rank: int) -> Iterator[int]:
+        starts, ends = self.start_s[rank], self.end_s[rank]
+        sent, waiting, table, overlap = self.sent, self.waiting, self.table, self.overlap
+        micro_batches = self.schedule.num_micro_batches
+        compute_free_s = link_free_s = 0.0
+        for action in self.schedule.ranks[rank]:
+            stage = action.stage
+            role, cost_s, first_key = table[action.kind]
+            if role == _COMPUTE:
+                start_s = compute_free_s
+                end_s = compute_free_s = start_s + cost_s[stage]
+            else:
+                key = first_key + stage * micro_batches + action.micro_batch
+                if role == _SEND:
+                    start_s = max(compute_free_s, link_free_s) if overlap else compute_free_s
+                    end_s = link_free_s = start_s + cost_s[stage]
+                    sent[key] = (start_s, end_s)
+                    if key in waiting:
+                        self.runnable.append(waiting.pop(key))
+                    if not overlap:
+                        compute_free_s = end_s
+                else:
+                    if key not in sent:
+                        yield key
+                    start_s, end_s = sent.pop(key)
+                    if not overlap:
+                        start_s = max(compute_free_s, start_s)
+                        end_s = start_s + cost_s[stage]
+                    compute_free_s = max(compute_free_s, end_s)
+            starts.append(start_s)
+            ends.append(end_s)

@@ -1,0 +1,124 @@
+"""The sharding problem of one block: options per op, from the rules of each mesh axis.
+
+An option of an op is a product of one strategy per axis. `BlockSpace` holds them with everything
+that does not depend on the micro-batch size; `search.sharding` prices them and builds the ILP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from autopar.ir.graph import OpNode, Ref, Source, TensorSpec
+from autopar.ir.placement import R_STAR, Layout, P, Placement, R, Shard
+from autopar.ir.strategy import AxisStrategy
+
+Strategies = Callable[[OpNode, int], tuple[AxisStrategy, ...]]
+"""(node, mesh axis index) to the strategies offered on that axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One way to run a node: layouts of its inputs and outputs, and the strategy per axis."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    strategies: tuple[AxisStrategy, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSpace:
+    """All decisions of one block.
+
+    `options` per node; `parameters` with their candidate layouts; `given` and `required` are the
+    fixed layouts of values that come in and go out; `consumers` lists, per value, the (node index,
+    input position) pairs that read it.
+    """
+
+    nodes: tuple[OpNode, ...]
+    options: tuple[tuple[Option, ...], ...]
+    parameters: tuple[tuple[Source, tuple[Layout, ...]], ...]
+    given: Mapping[Ref, Layout]
+    required: Mapping[Ref, Layout]
+    consumers: Mapping[Ref, tuple[tuple[int, int], ...]]
+    specs: Mapping[Ref, TensorSpec]
+    differentiable: frozenset[Ref]
+
+
+def is_consistent(layout: Layout) -> bool:
+    """Whether no dim is split on two axes, which the runtime has no moves for."""
+    dims = [placement.dim for placement in layout if isinstance(placement, Shard)]
+    return len(dims) == len(set(dims))
+
+
+def node_options(node: OpNode, axes: Sequence[int], strategies: Strategies) -> tuple[Option, ...]:
+    """Every combination of one strategy per axis that splits no dim twice."""
+    per_axis = [strategies(node, index) for index in range(len(axes))]
+    options = []
+    for combination in product(*per_axis):
+        inputs = tuple(zip(*(s.inputs for s in combination), strict=True))
+        outputs = tuple(zip(*(s.outputs for s in combination), strict=True))
+        if all(is_consistent(layout) for layout in (*inputs, *outputs)):
+            options.append(Option(inputs=inputs, outputs=outputs, strategies=combination))
+    return tuple(options)
+
+
+def parameter_layouts(
+    source: Source, wanted: Sequence[Layout], pinned: Mapping[str, Mapping[int, Placement]]
+) -> tuple[Layout, ...]:
+    """Layouts to store a parameter in: those its readers ask for, partial forms replaced by `R`.
+
+    `pinned` fixes placements by parameter name and axis index; `R` there allows `R*`, which holds
+    the same value.
+    """
+    layouts = {tuple(R if p == P else p for p in layout) for layout in wanted}
+    if not source.trainable:
+        layouts = {tuple(R if p == R_STAR else p for p in layout) for layout in layouts}
+    fixed = pinned.get(source.fqn, {})
+
+    def allowed(layout: Layout) -> bool:
+        return all(
+            layout[axis] == want or (want == R and layout[axis] == R_STAR)
+            for axis, want in fixed.items()
+        )
+
+    return tuple(sorted((layout for layout in layouts if allowed(layout)), key=str))
+
+
+def block_space(
+    nodes: Sequence[OpNode],
+    axes: Sequence[int],
+    strategies: Strategies,
+    *,
+    parameters: Sequence[Source],
+    given: Mapping[Ref, Layout],
+    required: Mapping[Ref, Layout],
+    specs: Mapping[Ref, TensorSpec],
+    differentiable: frozenset[Ref],
+    pinned: Mapping[str, Mapping[int, Placement]] | None = None,
+) -> BlockSpace:
+    """Collect the options of every node and parameter of a block."""
+    options = tuple(node_options(node, axes, strategies) for node in nodes)
+    consumers: dict[Ref, list[tuple[int, int]]] = {}
+    for index, node in enumerate(nodes):
+        for position, ref in enumerate(node.inputs()):
+            consumers.setdefault(ref, []).append((index, position))
+
+    def asked(source: Source) -> list[Layout]:
+        readers = consumers.get(Ref(source.name), [])
+        return [o.inputs[position] for index, position in readers for o in options[index]]
+
+    return BlockSpace(
+        nodes=tuple(nodes),
+        options=options,
+        parameters=tuple(
+            (source, parameter_layouts(source, asked(source), pinned or {}))
+            for source in parameters
+        ),
+        given=given,
+        required=required,
+        consumers={ref: tuple(readers) for ref, readers in consumers.items()},
+        specs=specs,
+        differentiable=differentiable,
+    )

@@ -1,0 +1,93 @@
+"""What a decision costs: compute and collectives on local shapes, for one micro-batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
+from autopar.ir.placement import Layout, largest_shape
+from autopar.ir.size import shape_at
+from autopar.plan.flow import Move, move_bytes, moves_between
+from autopar.search.block import Option
+
+ComputeTime = Callable[[OpNode, Option, "Prices"], tuple[float, float]]
+CollectiveTime = Callable[[CollectiveOp, float, str], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices on one mesh for one micro-batch size.
+
+    `batch` counts the samples of a micro-batch over all data-parallel ranks. `micro_batches` is how
+    many share the cost of one gradient synchronisation. `compute(node, option, prices)` gives
+    forward and backward seconds; `collective(op, nbytes, axis)` seconds.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    batch: int
+    micro_batches: int
+    specs: Mapping[Ref, TensorSpec]
+    differentiable: frozenset[Ref]
+    compute: ComputeTime
+    collective: CollectiveTime
+    _cache: dict[object, float] = field(default_factory=dict, repr=False)
+
+    def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
+        """Shape of a value's largest local part."""
+        return largest_shape(shape_at(self.specs[ref].shape, self.batch), layout, self.sizes)
+
+    def local_bytes(self, ref: Ref, layout: Layout) -> int:
+        """Bytes of a value's largest local part."""
+        count = DTYPE_BYTES[self.specs[ref].dtype]
+        for extent in self.local_shape(ref, layout):
+            count *= extent
+        return count
+
+    def move_s(self, move: Move) -> tuple[float, float]:
+        """Forward and backward seconds of one move."""
+        spec, axis = self.specs[move.value], self.names[move.axis]
+
+        def seconds(op: CollectiveOp | None) -> float:
+            if op is None:
+                return 0.0
+            return self.collective(op, move_bytes(spec, move, op, self.sizes, self.batch), axis)
+
+        return seconds(move.transition.forward), seconds(move.transition.backward)
+
+    def reshard_s(self, ref: Ref, src: Layout, dst: Layout) -> float:
+        """Seconds, both passes, to bring a value from one layout to another; inf if impossible."""
+        if src == dst:
+            return 0.0
+        key = (self.specs[ref], ref in self.differentiable, src, dst)
+        if key not in self._cache:
+            try:
+                path = moves_between(ref, src, dst, differentiable=ref in self.differentiable)
+                self._cache[key] = sum(sum(self.move_s(move)) for move in path)
+            except KeyError:
+                self._cache[key] = inf
+        return self._cache[key]
+
+    def inner_s(self, node: OpNode, option: Option) -> tuple[float, float]:
+        """Forward and backward seconds of the collectives inside a node's kernel."""
+        totals = {"forward": 0.0, "backward": 0.0}
+        for axis, strategy in zip(self.names, option.strategies, strict=True):
+            for inner in strategy.collectives:
+                nbytes = DTYPE_BYTES[inner.dtype]
+                ref = node.inputs()[inner.like_input]
+                for extent in self.local_shape(ref, option.inputs[inner.like_input]):
+                    nbytes *= extent
+                totals[inner.phase] += self.collective(inner.op, nbytes, axis)
+        return totals["forward"], totals["backward"]
+
+    def sync_s(self, ref: Ref, layout: Layout) -> float:
+        """Seconds to sum a parameter's gradient over the axes it is partial on, once per step."""
+        nbytes = self.local_bytes(ref, layout)
+        return sum(
+            self.collective(CollectiveOp.ALL_REDUCE, nbytes, name)
+            for name, placement in zip(self.names, layout, strict=True)
+            if str(placement) == "R*"
+        )

@@ -1,0 +1,91 @@
+"""What is searched for: the model, the cluster, the training setup, the pins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.costs.compute import Profile
+from autopar.costs.memory import Precision
+from autopar.costs.strides import StorageMap, trace_storage
+from autopar.ir.blocks import Block, BlockChain
+from autopar.ir.cluster import Cluster
+from autopar.ir.graph import OpGraph, OpNode, Ref, Source, TensorSpec
+from autopar.ir.placement import Layout
+from autopar.ir.strategy import BatchAxis
+from autopar.plan.flow import DATA, TENSOR, shared_layouts
+from autopar.rules import batch_axis, piece_hints
+from autopar.search.pins import Pins
+
+AXES = (DATA, TENSOR)
+"""Mesh axes of every stage, outermost first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One planning request. `memory_limit_bytes` caps what a device offers; `backend` and
+    `time_limit_s` are the solver's."""
+
+    name: str
+    graph: OpGraph
+    chain: BlockChain
+    cluster: Cluster
+    global_batch: int
+    precision: Precision
+    optimizer: str
+    pins: Pins = field(default_factory=lambda: Pins())
+    memory_limit_bytes: int | None = None
+    profile: Profile | None = None
+    backend: str = "highs"
+    time_limit_s: float = 60.0
+
+    @cached_property
+    def nodes(self) -> Mapping[str, OpNode]:
+        """Op nodes by name."""
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def sources(self) -> Mapping[str, Source]:
+        """Sources by name."""
+        return {source.name: source for source in self.graph.sources}
+
+    @cached_property
+    def specs(self) -> Mapping[Ref, TensorSpec]:
+        """Spec of every value."""
+        return self.graph.specs()
+
+    @cached_property
+    def differentiable(self) -> frozenset[Ref]:
+        """Values with a gradient."""
+        return self.graph.differentiable()
+
+    @cached_property
+    def batch(self) -> BatchAxis:
+        """Settled strategies of the data axis."""
+        return batch_axis(self.graph)
+
+    @cached_property
+    def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
+        """Pieces in which packed dims are cut."""
+        return piece_hints(self.graph)
+
+    @cached_property
+    def shared(self) -> Mapping[Ref, Layout]:
+        """Layouts of values between blocks."""
+        return shared_layouts(self.graph, self.batch, len(AXES))
+
+    @cached_property
+    def storage(self) -> StorageMap:
+        """Which values share storage."""
+        kind = self.cluster.device(0).kind
+        return trace_storage(self.graph.nodes, self.specs, device_kind=kind)
+
+    def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
+        """The op nodes of a block."""
+        return tuple(self.nodes[name] for name in block.nodes)
+
+    def memory_bytes(self, rank: int) -> int:
+        """Memory a rank may use."""
+        available = self.cluster.device(rank).memory_bytes
+        return min(available, self.memory_limit_bytes or available)

@@ -1,0 +1,210 @@
+"""A block's sharding ILP: `BlockSpace` and `Prices` to a `ChoiceProblem`, and back.
+
+Choice nodes are the ops, the parameters, and one "forms" node for every value that several readers
+need: its options are the sets of layouts the value is brought to, so that a value moved once and
+read three times is paid for once, as it is emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import Ref
+from autopar.ir.placement import Layout
+from autopar.plan.plan import NodeChoice
+from autopar.search.block import BlockSpace
+from autopar.search.prices import Prices
+from solvers.choice import Capacity, ChoiceProblem, Edge, solve_choice
+from solvers.solution import Status
+
+Forms = tuple[Layout, ...]
+_MAX_LAYOUTS_FOR_TRIPLES = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """A solved block: the choice of every node, the layout of every parameter, and the proof."""
+
+    choices: tuple[NodeChoice, ...]
+    parameters: tuple[tuple[str, Layout], ...]
+    objective: float
+    bound: float
+    status: Status
+    integral_relaxation: bool
+    num_variables: int
+
+
+class _Builder:
+    """Collects the nodes and edges of the choice problem of one block."""
+
+    def __init__(self, space: BlockSpace, prices: Prices, memory_weight: dict[Ref, float]) -> None:
+        self.space, self.prices, self.kept = space, prices, memory_weight
+        self.node_costs: list[NDArray[np.float64]] = []
+        self.usage: list[NDArray[np.float64]] = []
+        self.edges: list[Edge] = []
+        self.option_layouts: dict[Ref, tuple[int, list[Layout]]] = {}
+
+    def add(self, costs: Sequence[float]) -> int:
+        """Add a choice node with the given option costs; its index."""
+        self.node_costs.append(np.asarray(costs, dtype=float))
+        self.usage.append(np.zeros(len(costs)))
+        return len(self.node_costs) - 1
+
+    def add_ops(self) -> None:
+        """One choice node per op, at its compute time and inner collectives."""
+        for node, options in zip(self.space.nodes, self.space.options, strict=True):
+            costs = []
+            for option in options:
+                inner = self.prices.inner_s(node, option)
+                costs.append(sum(self.prices.compute(node, option, self.prices)) + sum(inner))
+            index = self.add(costs)
+            for output in range(len(node.outputs)):
+                ref = Ref(node.name, output)
+                self.option_layouts[ref] = (index, [o.outputs[output] for o in options])
+                self._charge_memory(ref)
+
+    def add_parameters(self) -> None:
+        """One choice node per parameter, at its share of the gradient synchronisation."""
+        for source, layouts in self.space.parameters:
+            ref = Ref(source.name)
+            sync = [self.prices.sync_s(ref, x) if source.trainable else 0.0 for x in layouts]
+            index = self.add([s / self.prices.micro_batches for s in sync])
+            self.option_layouts[ref] = (index, list(layouts))
+            self._charge_memory(ref)
+
+    def _charge_memory(self, ref: Ref) -> None:
+        weight = self.kept.get(ref, 0.0)
+        if weight:
+            index, layouts = self.option_layouts[ref]
+            self.usage[index] += [weight * self.prices.local_bytes(ref, x) for x in layouts]
+
+    def add_values(self) -> None:
+        """Connect every value to its readers, through a forms node where there are several."""
+        for ref in (*self.space.given, *self.option_layouts):
+            readers = self.space.consumers.get(ref, ())
+            required = self.space.required.get(ref)
+            if len(readers) + (required is not None) > 1:
+                self._connect_forms(ref, readers, required)
+            elif readers:
+                self._connect(ref, *readers[0])
+            elif required is not None:
+                self._charge(ref, [[required]])
+
+    def _reader_layouts(self, index: int, position: int) -> list[Layout]:
+        return [option.inputs[position] for option in self.space.options[index]]
+
+    def _moves_s(self, ref: Ref, have: Layout, forms: Forms) -> float:
+        return sum(self.prices.reshard_s(ref, have, want) for want in forms)
+
+    def _connect(self, ref: Ref, index: int, position: int) -> None:
+        wanted = self._reader_layouts(index, position)
+        if ref in self.space.given:
+            have = self.space.given[ref]
+            self.node_costs[index] += [self.prices.reshard_s(ref, have, w) for w in wanted]
+            return
+        producer, layouts = self.option_layouts[ref]
+        self.edges.append(
+            Edge(src=producer, dst=index, cost=self._matrix(ref, layouts, [(w,) for w in wanted]))
+        )
+
+    def _matrix(
+        self, ref: Ref, have: Sequence[Layout], forms: Sequence[Forms]
+    ) -> NDArray[np.float64]:
+        rows = {layout: [self._moves_s(ref, layout, f) for f in forms] for layout in set(have)}
+        return np.array([rows[layout] for layout in have], dtype=float)
+
+    def _charge(self, ref: Ref, forms: Sequence[Sequence[Layout]]) -> None:
+        producer, layouts = self.option_layouts[ref]
+        self.node_costs[producer] += [self._moves_s(ref, have, tuple(forms[0])) for have in layouts]
+
+    def _connect_forms(
+        self, ref: Ref, readers: Sequence[tuple[int, int]], required: Layout | None
+    ) -> None:
+        wanted = [self._reader_layouts(*reader) for reader in readers]
+        if required is not None:
+            wanted.append([required])
+        forms = form_sets(wanted)
+        index = self.add([0.0] * len(forms))
+        if ref in self.space.given:
+            self.node_costs[index] += [
+                self._moves_s(ref, self.space.given[ref], f) for f in forms
+            ]
+        else:
+            producer, layouts = self.option_layouts[ref]
+            cost = self._matrix(ref, layouts, forms)
+            self.edges.append(Edge(src=producer, dst=index, cost=cost))
+        for (reader, _), layouts in zip(readers, wanted, strict=False):
+            columns = {x: [0.0 if x in form else inf for form in forms] for x in set(layouts)}
+            cost = np.array([columns[x] for x in layouts], dtype=float).T
+            self.edges.append(Edge(src=index, dst=reader, cost=cost))
+        if required is not None:
+            self.node_costs[index] += [0.0 if required in form else inf for form in forms]
+
+
+def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
+    """Sets of layouts a value may be brought to so that every reader finds one of its own.
+
+    Sets of one and two, and of three where few layouts are asked for.
+    """
+    layouts = sorted({layout for reader in wanted for layout in reader}, key=str)
+    most = 3 if len(layouts) <= _MAX_LAYOUTS_FOR_TRIPLES else 2
+    asked = [set(reader) for reader in wanted]
+    return [
+        form
+        for size in range(1, min(most, len(wanted)) + 1)
+        for form in combinations(layouts, size)
+        if all(reader & set(form) for reader in asked)
+    ]
+
+
+def solve_sharding(
+    space: BlockSpace,
+    prices: Prices,
+    *,
+    kept: dict[Ref, float] | None = None,
+    memory_limit: float | None = None,
+    backend: str = "highs",
+    time_limit_s: float = 60.0,
+) -> Sharding | None:
+    """The cheapest sharding of a block, or None if no sharding satisfies the limit.
+
+    `kept` weighs the bytes of values and parameters that stay in memory (1 for one byte per byte);
+    their weighted sum is held to `memory_limit`.
+    """
+    builder = _Builder(space, prices, kept or {})
+    builder.add_ops()
+    builder.add_parameters()
+    builder.add_values()
+    capacities: tuple[Capacity, ...] = ()
+    if memory_limit is not None:
+        members = tuple((i, usage) for i, usage in enumerate(builder.usage) if usage.any())
+        capacities = (Capacity(name="memory", limit=memory_limit, members=members),)
+    problem = ChoiceProblem(
+        node_costs=tuple(builder.node_costs), edges=tuple(builder.edges), capacities=capacities
+    )
+    solution = solve_choice(problem, backend=backend, time_limit_s=time_limit_s)
+    if solution.choices is None:
+        return None
+    options = zip(space.nodes, space.options, solution.choices, strict=False)
+    chosen = [(node, opts[choice]) for node, opts, choice in options]
+    first = len(space.nodes)
+    return Sharding(
+        choices=tuple(
+            NodeChoice(node=node.name, inputs=o.inputs, outputs=o.outputs) for node, o in chosen
+        ),
+        parameters=tuple(
+            (source.fqn, layouts[solution.choices[first + i]])
+            for i, (source, layouts) in enumerate(space.parameters)
+        ),
+        objective=solution.objective,
+        bound=solution.bound,
+        status=solution.status,
+        integral_relaxation=solution.integral_relaxation,
+        num_variables=solution.num_variables,
+    )

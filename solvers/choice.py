@@ -1,0 +1,209 @@
+"""One option per node, node and edge costs, capacities over live sets: the sharding ILP.
+
+`solve_choice` reduces the problem exactly (`choice_presolve`), which alone solves most graphs
+without a binding capacity; what is left goes to an engine in flow form (`choice_ilp`), first its
+linear relaxation, which is taken where it is integral.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from solvers.backends import Backend, get_backend
+from solvers.choice_core import Core, Infeasible, build_core
+from solvers.choice_ilp import ChoiceModel, build_model
+from solvers.choice_presolve import reduce_core
+from solvers.choice_problem import Capacity, ChoiceProblem, ChoiceSolution, Edge
+from solvers.solution import Conflict, Status, fits, label, relative_gap
+
+__all__ = ["Capacity", "ChoiceProblem", "ChoiceSolution", "Edge", "solve_choice"]
+
+_SHRINK = 1e-6
+_PRESOLVE = "presolve"
+
+
+def solve_choice(
+    problem: ChoiceProblem, *, backend: str = "highs", time_limit_s: float = 60.0, gap: float = 1e-6
+) -> ChoiceSolution:
+    """The cheapest choice within every capacity, proven to within the relative `gap`.
+
+    Status: OPTIMAL (gap met), FEASIBLE (time was up; `gap` says how far), TIME_LIMIT (nothing
+    found; `bound` still holds) or INFEASIBLE, with the constraints in conflict. Raises
+    `BackendUnavailable`. The same problem gives the same answer, whatever the order of its edges
+    and capacities.
+    """
+    run = _Run(problem=problem, engine=get_backend(backend), gap=gap, limit_s=time_limit_s)
+    core = build_core(problem)
+    try:
+        reduce_core(core)
+    except Infeasible:
+        return _infeasible(run)
+    if core.costs:
+        return _solve_core(run, core)
+    choices = core.choices({}, len(problem.node_costs))
+    objective = problem.objective(choices)
+    return run.solution(choices=choices, bound=objective, engine=_PRESOLVE, integral=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Run:
+    """One call of `solve_choice`: what it solves, with what, since when."""
+
+    problem: ChoiceProblem
+    engine: Backend
+    gap: float
+    limit_s: float
+    started: float = field(default_factory=time.perf_counter)
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started
+
+    def left_s(self) -> float:
+        return self.limit_s - self.elapsed_s()
+
+    def solution(
+        self,
+        *,
+        choices: tuple[int, ...] | None,
+        bound: float,
+        engine: str | None = None,
+        num_variables: int = 0,
+        integral: bool = False,
+        status: Status | None = None,
+        conflict: Conflict = (),
+    ) -> ChoiceSolution:
+        objective = math.inf if choices is None else self.problem.objective(choices)
+        bound = bound if choices is None else min(bound, objective)
+        return ChoiceSolution(
+            status=label(objective, bound, self.gap) if status is None else status,
+            objective=objective,
+            bound=bound,
+            gap=relative_gap(objective, bound),
+            engine=engine or self.engine.name,
+            solve_s=self.elapsed_s(),
+            conflict=conflict,
+            choices=choices,
+            num_variables=num_variables,
+            integral_relaxation=integral,
+        )
+
+    def within_capacities(self, choices: tuple[int, ...]) -> bool:
+        return not self.shortfalls(choices)
+
+    def shortfalls(self, choices: tuple[int, ...]) -> Conflict:
+        """Capacities that `choices` exceed, and by how much; sorted by name."""
+        exceeded = []
+        for capacity in self.problem.capacities:
+            usage = self.problem.usage(capacity, choices)
+            if not fits(usage, capacity.limit):
+                exceeded.append((capacity.name, usage - capacity.limit))
+        return tuple(sorted(exceeded))
+
+
+def _solve_core(run: _Run, core: Core) -> ChoiceSolution:
+    """Relaxation, then the ILP; once more with limits a hair tighter if rounding exceeded one."""
+    model = build_model(core)
+    count = len(model.lp.variables())
+    bound, integral = -math.inf, False
+    relaxed = run.engine.solve(model.lp, time_limit_s=run.left_s(), gap=0.0, relax=True)
+    if relaxed.status is Status.INFEASIBLE:
+        return _infeasible(run)
+    bound = model.constant + model.scale * relaxed.bound
+    choices = None
+    if relaxed.status is Status.OPTIMAL and model.integral():
+        choices, integral = _decode(run, core, model), True
+    for shrink in (0.0, _SHRINK):
+        if choices is not None and run.within_capacities(choices):
+            break
+        integral = False
+        if shrink:
+            model = build_model(core, shrink=shrink)
+        result = run.engine.solve(
+            model.lp,
+            time_limit_s=run.left_s(),
+            gap=run.gap / 2,
+            gap_abs=max(run.gap / 2 * abs(bound) / model.scale, 1e-9) if bound > -math.inf else 0.0,
+        )
+        if result.status is Status.INFEASIBLE:
+            return _infeasible(run)
+        if not shrink:
+            bound = max(bound, model.constant + model.scale * result.bound)
+        choices = _decode(run, core, model) if result.status.has_solution else None
+    if choices is None or not run.within_capacities(choices):
+        return run.solution(
+            choices=None, bound=bound, num_variables=count, status=Status.TIME_LIMIT
+        )
+    return run.solution(choices=choices, bound=bound, num_variables=count, integral=integral)
+
+
+def _decode(run: _Run, core: Core, model: ChoiceModel) -> tuple[int, ...]:
+    return core.choices(model.choices(), len(run.problem.node_costs))
+
+
+def _infeasible(run: _Run) -> ChoiceSolution:
+    """What conflicts: the fewest forbidden options and pairs, else the least lack of capacity."""
+    conflict = _forbidden_conflict(run.problem)
+    if not conflict:
+        nearest = _least_excess(run)
+        if nearest is None:
+            conflict = _certain_excess(run.problem)
+        elif run.within_capacities(nearest):
+            # only the engine's tolerance stood against this one
+            return run.solution(choices=nearest, bound=-math.inf)
+        else:
+            conflict = run.shortfalls(nearest)
+    return run.solution(
+        choices=None, bound=math.inf, status=Status.INFEASIBLE, conflict=conflict
+    )
+
+
+def _forbidden_conflict(problem: ChoiceProblem) -> Conflict:
+    """The fewest forbidden options and pairs that must be allowed, each counted as 1."""
+    penalties = ChoiceProblem(
+        node_costs=tuple(np.isinf(cost).astype(float) for cost in problem.node_costs),
+        edges=tuple(
+            Edge(src=e.src, dst=e.dst, cost=np.isinf(e.cost).astype(float)) for e in problem.edges
+        ),
+    )
+    solution = solve_choice(penalties)
+    choices = solution.choices
+    if choices is None:
+        return ()
+    needed = {f"node {n}" for n, c in enumerate(penalties.node_costs) if c[choices[n]]}
+    needed |= {
+        f"edge {min(e.src, e.dst)}-{max(e.src, e.dst)}"
+        for e in penalties.edges
+        if e.cost[choices[e.src], choices[e.dst]]
+    }
+    return tuple((name, 1.0) for name in sorted(needed))
+
+
+def _least_excess(run: _Run) -> tuple[int, ...] | None:
+    """A choice that exceeds the capacities by the least total, or None if time was up."""
+    problem = run.problem
+    soft = ChoiceProblem(
+        node_costs=tuple(np.where(np.isinf(c), np.inf, 0.0) for c in problem.node_costs),
+        edges=tuple(
+            Edge(src=e.src, dst=e.dst, cost=np.where(np.isinf(e.cost), np.inf, 0.0))
+            for e in problem.edges
+        ),
+        capacities=problem.capacities,
+    )
+    core = build_core(soft)
+    reduce_core(core, soft=True)
+    if not core.costs:
+        return core.choices({}, len(problem.node_costs))
+    model = build_model(core, elastic=True)
+    result = run.engine.solve(model.lp, time_limit_s=max(run.left_s(), 1.0), gap=run.gap)
+    return _decode(run, core, model) if result.status.has_solution else None
+
+
+def _certain_excess(problem: ChoiceProblem) -> Conflict:
+    """Per capacity, how far even the least usage of every member exceeds it; all if none does."""
+    least = {c.name: sum(float(u.min()) for _, u in c.members) - c.limit for c in problem.capacities}
+    certain = {name: value for name, value in least.items() if value > 0}
+    return tuple(sorted((certain or dict.fromkeys(least, 0.0)).items()))

@@ -1,0 +1,142 @@
+"""The working state of the choice presolve: what is left, and how to get back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.choice_problem import Array, ChoiceProblem
+
+
+class Infeasible(Exception):
+    """No option of some node is left, or the least usage exceeds a capacity."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Eliminated:
+    """A node minimised out: `best` gives its local option for its neighbours' local options."""
+
+    node: int
+    options: NDArray[np.intp]
+    neighbours: tuple[int, ...]
+    neighbour_options: tuple[NDArray[np.intp], ...]
+    best: NDArray[np.intp]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class CoreCapacity:
+    """A capacity in what is left: usage per node above the least of its options."""
+
+    name: str
+    limit: float
+    scale: float
+    usage: dict[int, Array]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Core:
+    """What is left of a problem, changed in place by the reductions.
+
+    `costs`, `options` (original indices) and `edges` (both directions, the same numbers) are per
+    node left; `constant` is the cost settled so far.
+    """
+
+    costs: dict[int, Array]
+    options: dict[int, NDArray[np.intp]]
+    edges: dict[int, dict[int, Array]]
+    capacities: list[CoreCapacity]
+    constant: float = 0.0
+    eliminated: list[Eliminated] = field(default_factory=list)
+
+    def keep(self, node: int, kept: NDArray[np.intp]) -> None:
+        """Restrict `node` to the local option indices `kept`; raises Infeasible if none."""
+        if len(kept) == len(self.options[node]):
+            return
+        if len(kept) == 0:
+            raise Infeasible(f"node {node}")
+        self.costs[node] = self.costs[node][kept]
+        self.options[node] = self.options[node][kept]
+        for other in self.edges[node]:
+            self.set_edge(node, other, self.edges[node][other][kept])
+        for capacity in self.capacities:
+            if node in capacity.usage:
+                capacity.usage[node] = capacity.usage[node][kept]
+
+    def set_edge(self, node: int, other: int, cost: Array) -> None:
+        """Store `cost` [node, other] in both directions."""
+        self.edges[node][other] = cost
+        self.edges[other][node] = cost.T
+
+    def limited(self) -> set[int]:
+        """Nodes that some capacity touches."""
+        return {node for capacity in self.capacities for node in capacity.usage}
+
+    def choices(self, local: dict[int, int], count: int) -> tuple[int, ...]:
+        """Original options for all `count` nodes from the local ones of the nodes left."""
+        chosen = {node: int(self.options[node][index]) for node, index in local.items()}
+        for step in reversed(self.eliminated):
+            at = tuple(
+                int(np.searchsorted(options, chosen[node]))
+                for node, options in zip(step.neighbours, step.neighbour_options, strict=True)
+            )
+            chosen[step.node] = int(step.options[step.best[at]])
+        return tuple(chosen[node] for node in range(count))
+
+
+def build_core(problem: ChoiceProblem) -> Core:
+    """The problem with parallel edges merged, in an order that does not depend on the input's."""
+    count = len(problem.node_costs)
+    costs = {n: np.asarray(c, dtype=float).copy() for n, c in enumerate(problem.node_costs)}
+    core = Core(
+        costs=costs,
+        options={n: np.arange(len(c)) for n, c in costs.items()},
+        edges={n: {} for n in range(count)},
+        capacities=[],
+    )
+    oriented = []
+    for edge in problem.edges:
+        cost = np.asarray(edge.cost, dtype=float)
+        if edge.src == edge.dst:
+            core.costs[edge.src] += np.diag(cost)
+            continue
+        low, high = min(edge.src, edge.dst), max(edge.src, edge.dst)
+        oriented.append((low, high, cost if edge.src == low else cost.T))
+    for low, high, cost in sorted(oriented, key=lambda e: (e[0], e[1], e[2].tobytes())):
+        known = core.edges[low].get(high)
+        core.set_edge(low, high, cost if known is None else known + cost)
+    for capacity in problem.capacities:
+        usage: dict[int, Array] = {}
+        for node, values in capacity.members:
+            usage[node] = usage.get(node, 0.0) + np.asarray(values, dtype=float)
+        core.capacities.append(
+            CoreCapacity(
+                name=capacity.name,
+                limit=float(capacity.limit),
+                scale=abs(float(capacity.limit)),
+                usage=dict(sorted(usage.items())),
+            )
+        )
+    core.capacities.sort(key=lambda c: (c.name, c.limit, [u.tobytes() for u in c.usage.values()]))
+    return core
+
+
+def drop_forbidden(core: Core, nodes: Iterable[int] | None = None) -> set[int]:
+    """Arc consistency: drop options that are forbidden or lack a partner; returns nodes changed."""
+    pending = deque(sorted(core.costs if nodes is None else nodes))
+    changed = set()
+    while pending:
+        node = pending.popleft()
+        if node not in core.costs:
+            continue
+        alive = np.isfinite(core.costs[node])
+        for cost in core.edges[node].values():
+            alive &= np.isfinite(cost).any(axis=1)
+        if not alive.all():
+            core.keep(node, np.flatnonzero(alive))
+            pending.extend(core.edges[node])
+            changed.add(node)
+    return changed

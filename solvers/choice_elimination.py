@@ -1,0 +1,201 @@
+"""Minimising nodes out of a choice problem exactly (bucket elimination).
+
+Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113,
+1999. A node with at most two neighbours leaves a cost on one of them or on the edge between them,
+so the problem stays one of pairs. A component that no capacity touches may also be solved whole,
+through tables over more than two nodes, where these stay small. Ties go to the lowest option.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.choice_core import Core, Eliminated, Infeasible, drop_forbidden
+from solvers.choice_problem import Array
+
+_PAIRWISE_DEGREE = 2
+_MAX_WORK = 1e8
+_MAX_TABLE = 4e6
+
+Factor = tuple[tuple[int, ...], Array]
+"""A cost table and the nodes of its dims, ascending."""
+
+
+def eliminate_pairwise(core: Core, limited: set[int]) -> set[int]:
+    """Minimise out nodes of degree <= 2 outside `limited`; returns the nodes whose costs changed.
+
+    An edge that joins two formerly unconnected nodes stays small: at most as many pairs as the
+    node's own edges had, or else the ILP could grow by what was meant to shrink it.
+    """
+    changed: set[int] = set()
+    heap = [(len(core.edges[node]), node) for node in core.costs if node not in limited]
+    heapq.heapify(heap)
+    while heap:
+        degree, node = heapq.heappop(heap)
+        if node not in core.costs or degree != len(core.edges[node]):
+            continue
+        if degree > _PAIRWISE_DEGREE or not _worthwhile(core, node, limited):
+            continue
+        around = sorted(core.edges[node])
+        _eliminate_node(core, node)
+        touched = set(around) | drop_forbidden(core, around)
+        changed |= touched
+        for other in touched & set(core.costs) - limited:
+            heapq.heappush(heap, (len(core.edges[other]), other))
+    return changed
+
+
+def _worthwhile(core: Core, node: int, limited: set[int]) -> bool:
+    sizes = {other: matrix.shape[1] for other, matrix in core.edges[node].items()}
+    own = len(core.options[node])
+    if float(np.prod(list(sizes.values()), dtype=float)) * own > _MAX_WORK:
+        return False
+    if len(sizes) < _PAIRWISE_DEGREE or not set(sizes) <= limited:
+        return True
+    low, high = sizes
+    return high in core.edges[low] or sizes[low] * sizes[high] <= own * sum(sizes.values())
+
+
+def _eliminate_node(core: Core, node: int) -> None:
+    neighbours = tuple(sorted(core.edges[node]))
+    least, best = minimise(core.costs[node], [core.edges[node][other] for other in neighbours])
+    _record(core, node, neighbours, best)
+    _remove(core, node)
+    if not neighbours:
+        core.constant += float(least)
+    elif len(neighbours) == 1:
+        core.costs[neighbours[0]] = core.costs[neighbours[0]] + least
+    else:
+        low, high = neighbours
+        known = core.edges[low].get(high)
+        core.set_edge(low, high, least if known is None else known + least)
+
+
+def minimise(cost: Array, matrices: Sequence[Array]) -> tuple[Array, NDArray[np.intp]]:
+    """min and argmin over i of cost[i] + matrices[0][i, j0] + matrices[1][i, j1] + ..., [j0, ...].
+
+    One option at a time, so that no table with a dim for i is made.
+    """
+    shape = tuple(matrix.shape[1] for matrix in matrices)
+    least = np.full(shape, np.inf)
+    best = np.zeros(shape, dtype=np.intp)
+    for i, own in enumerate(cost):
+        total = np.asarray(own)
+        for matrix in matrices:
+            total = total[..., None] + matrix[i]
+        better = total < least
+        least = np.where(better, total, least)
+        best = np.where(better, i, best)
+    return least, best
+
+
+def _record(core: Core, node: int, neighbours: tuple[int, ...], best: NDArray[np.intp]) -> None:
+    core.eliminated.append(
+        Eliminated(
+            node=node,
+            options=core.options[node],
+            neighbours=neighbours,
+            neighbour_options=tuple(core.options[other] for other in neighbours),
+            best=best,
+        )
+    )
+
+
+def _remove(core: Core, node: int) -> None:
+    for other in core.edges.pop(node):
+        del core.edges[other][node]
+    del core.costs[node], core.options[node]
+
+
+def eliminate_components(core: Core, limited: set[int]) -> None:
+    """Solve each component that no capacity touches, where its tables stay small."""
+    for component in _components(core):
+        if component.isdisjoint(limited):
+            order = _elimination_order(core, component)
+            if order is not None:
+                _eliminate_component(core, order)
+
+
+def _components(core: Core) -> list[set[int]]:
+    components, seen = [], set[int]()
+    for root in sorted(core.costs):
+        if root in seen:
+            continue
+        component, stack = {root}, [root]
+        while stack:
+            for other in core.edges[stack.pop()]:
+                if other not in component:
+                    component.add(other)
+                    stack.append(other)
+        seen |= component
+        components.append(component)
+    return components
+
+
+def _elimination_order(core: Core, component: set[int]) -> list[int] | None:
+    """Greedy: the smallest table next. None where a table would be too large."""
+    size = {node: len(core.options[node]) for node in component}
+    links = {node: set(core.edges[node]) for node in component}
+    table = {node: math.prod(size[m] for m in around) for node, around in links.items()}
+    heap = [(entries, node) for node, entries in table.items()]
+    heapq.heapify(heap)
+    order: list[int] = []
+    while heap:
+        entries, node = heapq.heappop(heap)
+        if node not in links or entries != table[node]:
+            continue
+        if entries * size[node] > _MAX_WORK or entries > _MAX_TABLE:
+            return None
+        around = links.pop(node)
+        for other in around:
+            links[other] |= around - {other}
+            links[other].discard(node)
+            table[other] = math.prod(size[m] for m in links[other])
+            heapq.heappush(heap, (table[other], other))
+        order.append(node)
+    return order
+
+
+def _eliminate_component(core: Core, order: list[int]) -> None:
+    factors: list[Factor] = [((node,), core.costs[node]) for node in order]
+    for node in order:
+        factors += [((node, m), cost) for m, cost in core.edges[node].items() if node < m]
+    size = {node: len(core.options[node]) for node in order}
+    for node in order:
+        mine = [factor for factor in factors if node in factor[0]]
+        factors = [factor for factor in factors if node not in factor[0]]
+        around = tuple(sorted(set(itertools.chain(*(nodes for nodes, _ in mine))) - {node}))
+        least, best = _minimise_factors(node, around, mine, size)
+        _record(core, node, around, best)
+        if around:
+            factors.append((around, least))
+        elif np.isfinite(least):
+            core.constant += float(least)
+        else:
+            raise Infeasible(f"the pairs around node {node}")
+    for node in order:
+        _remove(core, node)
+
+
+def _minimise_factors(
+    node: int, around: tuple[int, ...], factors: list[Factor], size: dict[int, int]
+) -> tuple[Array, NDArray[np.intp]]:
+    shape = tuple(size[other] for other in around)
+    least = np.full(shape, np.inf)
+    best = np.zeros(shape, dtype=np.intp)
+    for i in range(size[node]):
+        total = np.zeros(shape)
+        for nodes, table in factors:
+            slice_i = np.take(table, i, axis=nodes.index(node))
+            rest = [other for other in nodes if other != node]
+            total += slice_i.reshape([size[o] if o in rest else 1 for o in around])
+        better = total < least
+        least[better] = total[better]
+        best[better] = i
+    return least, best

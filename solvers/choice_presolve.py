@@ -1,0 +1,156 @@
+"""Exact reductions of a choice problem, before any ILP.
+
+Each step keeps at least one optimal solution:
+
+- an option without a compatible partner on some edge is dropped (arc consistency), and so is one
+  that no capacity can hold beside the least usage of the others;
+- a capacity that always holds, or that another one implies, is dropped;
+- option i is dropped where some option j costs no more whatever the neighbours choose:
+  c(j) - c(i) + sum over neighbours of max_k (M(j, k) - M(i, k)) <= 0, and uses no more (dead-end
+  elimination; Goldstein, Biophysical Journal 66, 1994);
+- a node that no capacity touches and that has at most two neighbours is minimised out, and so is
+  a whole component whose tables stay small (`choice_elimination`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from solvers.choice_core import Core, CoreCapacity, Infeasible, drop_forbidden
+from solvers.choice_elimination import eliminate_components, eliminate_pairwise
+from solvers.choice_problem import Array
+from solvers.solution import CAPACITY_TOLERANCE
+
+_MAX_DOMINANCE_WORK = 2e8
+_MAX_CAPACITY_COMPARISONS = 64
+
+
+def reduce_core(core: Core, *, soft: bool = False) -> None:
+    """Apply every reduction until none applies; raises Infeasible.
+
+    With `soft` capacities (exceeding them is what is minimised, costs are 0) nothing is dropped
+    for not fitting; every other reduction stays exact, as less usage is never worse.
+    """
+    drop_forbidden(core)
+    pending = set(core.costs)
+    while pending:
+        pending |= _tighten_capacities(core, soft=soft)
+        pending |= eliminate_pairwise(core, core.limited())
+        dropped = set()
+        limited = core.limited()
+        for node in sorted(pending & set(core.costs)):
+            if _drop_dominated(core, node, limited):
+                dropped.add(node)
+        around = {other for node in dropped for other in core.edges[node]}
+        pending = dropped | around | drop_forbidden(core, around)
+    eliminate_components(core, core.limited())
+
+
+def _tighten_capacities(core: Core, *, soft: bool) -> set[int]:
+    """Fold least usages into limits, drop what cannot be used or cannot bind."""
+    changed: set[int] = set()
+    again = True
+    while again:
+        again = False
+        for capacity in core.capacities:
+            _normalise(capacity)
+            if not soft and (dropped := _drop_unaffordable(core, capacity)):
+                changed |= dropped
+                again = True
+    core.capacities = [c for c in core.capacities if _may_bind(c)]
+    if not soft:
+        _drop_implied(core)
+    return changed
+
+
+def _drop_unaffordable(core: Core, capacity: CoreCapacity) -> set[int]:
+    """Drop options that exceed the capacity beside the least usage of all others."""
+    allowance = _allowance(capacity)
+    if allowance < 0:
+        raise Infeasible(capacity.name)
+    changed: set[int] = set()
+    for node in list(capacity.usage):
+        affordable = np.flatnonzero(capacity.usage[node] <= allowance)
+        if len(affordable) < len(core.options[node]):
+            core.keep(node, affordable)
+            changed |= {node} | drop_forbidden(core, core.edges[node])
+    return changed
+
+
+def _allowance(capacity: CoreCapacity) -> float:
+    return capacity.limit + CAPACITY_TOLERANCE * capacity.scale
+
+
+def _may_bind(capacity: CoreCapacity) -> bool:
+    return sum(float(u.max()) for u in capacity.usage.values()) > _allowance(capacity)
+
+
+def _normalise(capacity: CoreCapacity) -> None:
+    for node, usage in list(capacity.usage.items()):
+        least = float(usage.min())
+        capacity.limit -= least
+        if least == float(usage.max()):
+            del capacity.usage[node]
+        elif least != 0.0:
+            capacity.usage[node] = usage - least
+
+
+def _drop_implied(core: Core) -> None:
+    """Drop each capacity that another implies: usage no larger, limit no smaller, per entry."""
+    if len(core.capacities) < 2:
+        return
+    start, width = {}, 0
+    for node in sorted(core.limited()):
+        start[node] = width
+        width += len(core.options[node])
+    table = np.zeros((len(core.capacities), width))
+    for row, capacity in zip(table, core.capacities, strict=True):
+        for node, usage in capacity.usage.items():
+            row[start[node] : start[node] + len(usage)] = usage
+    limits = np.array([c.limit for c in core.capacities])
+    alive = np.ones(len(limits), dtype=bool)
+    by_weight = np.argsort(-(table.sum(axis=1) - limits), kind="stable")
+    for strong in by_weight[:_MAX_CAPACITY_COMPARISONS]:
+        if not alive[strong]:
+            continue
+        others = np.flatnonzero(alive)
+        others = others[others != strong]
+        implied = (table[others] <= table[strong]).all(axis=1) & (limits[others] >= limits[strong])
+        alive[others[implied]] = False
+    core.capacities = [c for c, kept in zip(core.capacities, alive, strict=True) if kept]
+
+
+def _drop_dominated(core: Core, node: int, limited: set[int]) -> bool:
+    """Dead-end elimination of the options of `node`; the lowest of equal options stays."""
+    size = len(core.options[node])
+    work = size * size * (1 + sum(c.shape[1] for c in core.edges[node].values()))
+    if size == 1 or work > _MAX_DOMINANCE_WORK:
+        return False
+    cost = core.costs[node]
+    excess = cost[:, None] - cost[None, :]  # [j, i]: j instead of i costs at most this more
+    for matrix in core.edges[node].values():
+        excess += _worst_change(matrix)
+    if node in limited:
+        for capacity in core.capacities:
+            if node in capacity.usage:
+                usage = capacity.usage[node]
+                excess[usage[:, None] > usage[None, :]] = np.inf
+    dominates = excess <= 0
+    np.fill_diagonal(dominates, False)
+    alive = np.ones(size, dtype=bool)
+    for i in range(size - 1, -1, -1):
+        if (dominates[:, i] & alive).any():
+            alive[i] = False
+    core.keep(node, np.flatnonzero(alive))
+    return not alive.all()
+
+
+def _worst_change(matrix: Array) -> Array:
+    """max over k of M[j, k] - M[i, k], as [j, i]; a k that i cannot go with does not count."""
+    worst = np.full((len(matrix), len(matrix)), -np.inf)
+    finite = np.isfinite(matrix)
+    filled = np.where(finite, matrix, 0.0)
+    for j in range(len(matrix)):
+        change = np.where(finite[j], filled[j] - filled, np.inf)
+        worst[j] = np.where(finite, change, -np.inf).max(axis=1)
+    return worst
