@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from solvers.choice_problem import ChoiceProblem
+from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
 _MAX_CASES = 2_000_000
@@ -30,3 +31,50 @@ def best_choice(problem: ChoiceProblem) -> float:
             usage += np.asarray(values)[grid[node]]
         total[usage > capacity.limit + CAPACITY_TOLERANCE * abs(capacity.limit)] = np.inf
     return float(total.min())
+
+
+def best_partition(problem: PartitionProblem) -> float:
+    """The least objective of a partition problem; inf if infeasible."""
+    length, stages = len(problem.blocks), problem.num_stages
+    sizes = [len(problem.classes[kind]) for kind in problem.blocks]
+    if math.prod(sizes) * math.comb(max(length - 1, 0), stages - 1) > _MAX_CASES:
+        raise ValueError(f"too many partitions to try; limit {_MAX_CASES}")
+    grid = np.indices(sizes).reshape(length, -1)
+    value = {
+        name: np.stack(
+            [
+                np.array([getattr(o, name) for o in problem.classes[kind]])[grid[block]]
+                for block, kind in enumerate(problem.blocks)
+            ]
+        )
+        for name in ("time_s", "static_bytes", "saved_bytes", "sync_s", "transient_bytes")
+    }
+    cut_sets = (
+        [problem.fixed_cuts]
+        if problem.fixed_cuts is not None
+        else itertools.combinations(range(1, length), stages - 1)
+    )
+    return min((_best_options(problem, cuts, value) for cuts in cut_sets), default=math.inf)
+
+
+def _best_options(
+    problem: PartitionProblem, cuts: tuple[int, ...], value: dict[str, np.ndarray]
+) -> float:
+    """The least objective with these cuts, over every choice of options at once."""
+    stages = problem.stages(cuts)
+    if min(len(stage) for stage in stages) < problem.min_blocks:
+        return math.inf
+    times, syncs, fits = [], [], np.ones(value["time_s"].shape[1], dtype=bool)
+    for k, stage in enumerate(stages):
+        held = slice(stage.start, stage.stop)
+        boundary = sum(problem.boundary_s[c - 1] for c in cuts if c in (stage.start, stage.stop))
+        times.append(problem.time_scale[k] * value["time_s"][held].sum(axis=0) + boundary)
+        syncs.append(value["sync_s"][held].sum(axis=0))
+        used = problem.stage_fixed_bytes[k] + value["static_bytes"][held].sum(axis=0)
+        used += problem.in_flight[k] * value["saved_bytes"][held].sum(axis=0)
+        used += value["transient_bytes"][held].max(axis=0)
+        capacity = problem.capacity_bytes[k]
+        fits &= used <= capacity + CAPACITY_TOLERANCE * abs(capacity)
+    total = np.sum(times, axis=0) + np.max(syncs, axis=0)
+    total = total + (problem.num_micro_batches - 1) * np.max(times, axis=0)
+    return float(np.where(fits, total, np.inf).min())

@@ -117,8 +117,8 @@ class Pricer:
                     return c.time + m * c.used(stage.in_flight)
 
                 total = self._total(relaxed, threshold)
-                slack = _ROUNDING * (np.abs(total) + abs(multiplier * free))
-                bound = np.maximum(bound, total - multiplier * free - slack)
+                magnitude = np.where(np.isinf(total), 0.0, total) + abs(multiplier * free)
+                bound = np.maximum(bound, total - multiplier * free - _ROUNDING * magnitude)
             misfit = self._total(lambda c: c.used(stage.in_flight), threshold) > free
             best = np.minimum(best, np.where(misfit, np.inf, bound))
         return best * stage.scale
@@ -158,18 +158,17 @@ class Pricer:
         for threshold in self._own_thresholds(counts):
             frontier = self._frontier(stage.in_flight, threshold, counts)
             fitting = np.flatnonzero(frontier.used <= stage.free_bytes - threshold)
-            least_sync = np.inf
-            for index in fitting:
-                if frontier.sync[index] < least_sync:
-                    least_sync = float(frontier.sync[index])
-                    found.append(
-                        Price(
-                            time_s=stage.scale * float(frontier.time[index]),
-                            sync_s=least_sync,
-                            threshold=threshold,
-                            index=int(index),
-                        )
+            sync = frontier.sync[fitting]
+            before = np.concatenate([[np.inf], np.minimum.accumulate(sync)[:-1]])
+            for index in fitting[sync < before[: len(sync)]]:
+                found.append(
+                    Price(
+                        time_s=stage.scale * float(frontier.time[index]),
+                        sync_s=float(frontier.sync[index]),
+                        threshold=threshold,
+                        index=int(index),
                     )
+                )
         found.sort(key=lambda p: (p.time_s, p.sync_s, p.threshold))
         kept: list[Price] = []
         for price in found:

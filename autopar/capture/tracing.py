@@ -25,20 +25,23 @@ _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "UserError", "DataDependentOut
 
 
 class ModelWithLoss(nn.Module):
-    """Calls the model on a batch; returns the loss, then the other tensors of its output."""
+    """Calls the model on a batch; returns the loss, then the other tensors of its output.
 
-    def __init__(self, model: nn.Module, entries: Entries, loss_fn: LossFn | None) -> None:
+    The structure of the output goes to `record`, for the trace returns tensors only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Entries,
+        loss_fn: LossFn | None,
+        record: Callable[[OutputTree], None],
+    ) -> None:
         super().__init__()
         self.model = model
         self._entries = entries
         self._loss_fn = loss_fn
-        # filled during forward; a list, because export forbids setting attributes in it
-        self._trees: list[OutputTree] = []
-
-    @property
-    def output_tree(self) -> OutputTree:
-        """The structure of the latest output."""
-        return self._trees[-1]
+        self._record = record
 
     def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Loss and other output tensors."""
@@ -48,8 +51,9 @@ class ModelWithLoss(nn.Module):
             loss = find_loss(output)
         else:
             loss = check_loss(self._loss_fn(output, batch))
-        self._trees.append(OutputTree(output, loss))
-        return loss, *self.output_tree.tensors
+        tree = OutputTree(output, loss)
+        self._record(tree)
+        return loss, *tree.tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,8 @@ def trace(
     """
     _refuse_outer_autocast()
     refuse_module_hooks(model)
-    wrapper = ModelWithLoss(model, entries, loss_fn)
+    trees: list[OutputTree] = []
+    wrapper = ModelWithLoss(model, entries, loss_fn, trees.append)
     tensors = example_tensors(entries, samples, model_device(model))
     dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
     notes: list[str] = []
@@ -83,7 +88,7 @@ def trace(
         raise
     except Exception as error:
         raise capture_error(error) from error
-    tree = wrapper.output_tree
+    tree = trees[-1]
     return Trace(
         program=program,
         output_tree=json.dumps(tree.tree),

@@ -12,7 +12,7 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy, BatchAxis
-from autopar.plan.flow import BlockFlow, block_edges, block_flow, shared_layouts
+from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow, shared_layouts
 from autopar.plan.plan import NodeChoice, Plan, Variant
 from autopar.rules import axis_strategies, batch_axis, piece_hints
 
@@ -139,8 +139,9 @@ class ModelView:
         size = self.mesh.sizes[axis]
         if all(p == R for p in (*inputs, *outputs)):
             return AxisStrategy(inputs=inputs, outputs=outputs)
-        batch = self.plan.training.micro_batch * self.plan.axis("data")
-        offered = axis_strategies(node, self.specs, size=size, batch=batch, hints=self._hints)
+        offered = axis_strategies(
+            node, self.specs, size=size, batch=STRATEGY_BATCH, hints=self._hints
+        )
         for strategy in offered:
             if strategy.inputs == inputs and strategy.outputs == outputs:
                 return strategy

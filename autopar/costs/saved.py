@@ -13,7 +13,7 @@ from math import prod
 
 from autopar.costs.attention import DROPOUT, FUSED, attention_kernel
 from autopar.costs.local_op import op_name
-from autopar.costs.saved_table import KEEP, KEEPS_ALL, Keep
+from autopar.costs.saved_table import KEEPS_ALL, Keep, keep_rule
 from autopar.costs.strides import TRACE_BATCH, StorageMap, is_view, trace_storage, view_strides
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec, refs_in
 from autopar.ir.size import shape_at
@@ -140,12 +140,6 @@ def saved_refs(
     return SavedSet(values=values, extras=tuple(extras), assumed=tuple(assumed))
 
 
-def keep_rule(target: str) -> Keep | None:
-    """The table's row for an op; that of its overload goes first."""
-    name = op_name(target)
-    return KEEP.get(f"{name}.{target.rsplit('.', 1)[-1]}") or KEEP.get(name)
-
-
 def _kept(context: _Context) -> _Kept:
     node, name = context.node, op_name(context.node.target)
     if not node.requires_grad or not any(context.needs):
@@ -163,21 +157,9 @@ def _kept(context: _Context) -> _Kept:
 
 
 def _apply(rule: Keep, context: _Context) -> tuple[Ref, ...]:
-    count = len(context.inputs)
-
-    def wanted(saved: int, needed: int) -> bool:
-        return saved < count and (needed < 0 or (needed < count and context.needs[needed]))
-
-    kept = [context.inputs[saved] for saved, needed in rule.inputs if wanted(saved, needed)]
-    outputs = range(len(context.node.outputs))
-    return (*kept, *(Ref(context.node.name, i) for i in rule.outputs if i in outputs))
-
-
-def _power(context: _Context) -> _Kept:
-    """`x ** 1` and `x ** 0` have constant gradients; `x ** 2` reads x."""
-    rule = keep_rule(context.node.target) or KEEPS_ALL
-    exponent = context.node.arg(1, "exponent")
-    return _Kept() if exponent in (0, 1) else _Kept(refs=_apply(rule, context))
+    node = context.node
+    inputs = (context.inputs[i] for i in rule.kept_inputs(context.needs))
+    return (*inputs, *(Ref(node.name, i) for i in rule.kept_outputs(len(node.outputs))))
 
 
 def _product(context: _Context) -> _Kept:
@@ -290,7 +272,6 @@ _FUSED_RMS_NORM = frozenset({"cuda"})
 
 SPECIAL: dict[str, Callable[[_Context], _Kept]] = {
     "scaled_dot_product_attention": _attention,
-    "pow": _power,
     **dict.fromkeys(("linear", "matmul"), _product),
 }
 """Ops whose kept inputs depend on arguments or strides."""

@@ -7,8 +7,10 @@ gradient; `ANY` stands for any of them. From torch's `derivatives.yaml`, checked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from autopar.costs.local_op import op_name
 
 ANY = -1
 
@@ -19,6 +21,20 @@ class Keep:
 
     inputs: tuple[tuple[int, int], ...] = ()
     outputs: tuple[int, ...] = ()
+
+    def kept_inputs(self, needs: Sequence[bool]) -> tuple[int, ...]:
+        """Positions of the inputs kept, given which inputs need a gradient."""
+        count = len(needs)
+        kept = {
+            saved: None
+            for saved, needed in self.inputs
+            if saved < count and (needed == ANY or (needed < count and needs[needed]))
+        }
+        return tuple(kept)
+
+    def kept_outputs(self, count: int) -> tuple[int, ...]:
+        """Positions of the outputs kept, of `count`."""
+        return tuple(i for i in self.outputs if i < count)
 
 
 NOTHING = Keep()
@@ -42,15 +58,18 @@ KEEP: dict[str, Keep] = dict(
         *_rows("add sub rsub neg sum mean cat stack to _to_copy clone copy", NOTHING),
         *_rows("contiguous reshape flatten dropout pad constant_pad_nd repeat tile roll", NOTHING),
         *_rows("flip tril triu cumsum lerp sign floor ceil round trunc repeat_interleave", NOTHING),
-        *_rows("upsample_nearest2d upsample_bilinear2d pixel_shuffle nan_to_num", NOTHING),
+        *_rows("upsample_nearest2d upsample_bilinear2d pixel_shuffle", NOTHING),
         *_rows("new_zeros zeros_like ones_like masked_scatter type_as", NOTHING),
-        *_rows("gelu silu pow square abs log log2 log10 log1p sin cos tan erf var", ITSELF),
+        *_rows("gelu silu pow square abs log log2 log10 log1p sin cos erf var nan_to_num", ITSELF),
         *_rows("clamp clamp_min clamp_max hardtanh hardswish hardsigmoid mish softplus", ITSELF),
         *_rows("leaky_relu elu selu celu relu6 log_sigmoid glu layer_norm group_norm", ITSELF),
         *_rows("batch_norm rms_norm avg_pool2d adaptive_avg_pool2d max_pool2d", ITSELF),
         *_rows("softmax _softmax log_softmax _log_softmax exp expm1 sqrt rsqrt sigmoid", RESULT),
-        *_rows("tanh relu reciprocal pow.Scalar cumprod", RESULT),
-        *_rows("amax amin std norm linalg_vector_norm logsumexp prod max min", ITSELF_AND_RESULT),
+        *_rows("tan tanh relu reciprocal cumprod", RESULT),
+        *_rows(
+            "amax amin std norm linalg_vector_norm logsumexp prod max min pow.Scalar",
+            ITSELF_AND_RESULT,
+        ),
         *_rows("max.dim min.dim topk sort cummax cummin", Keep(outputs=(1,))),
         *_rows("maximum minimum fmax fmin atan2 mse_loss l1_loss smooth_l1_loss", BOTH),
         *_rows("huber_loss kl_div binary_cross_entropy gather", BOTH),
@@ -74,3 +93,9 @@ KEEP: dict[str, Keep] = dict(
 )
 """Op name, or `name.overload` where overloads differ, to what its backward reads. Ops with kernels
 of their own (attention, norms, losses, dropout, pooling) keep more: `saved.EXTRAS`."""
+
+
+def keep_rule(target: str) -> Keep | None:
+    """The row for an op, that of its overload first; None where the table has none."""
+    name = op_name(target)
+    return KEEP.get(f"{name}.{target.rsplit('.', 1)[-1]}") or KEEP.get(name)

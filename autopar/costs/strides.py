@@ -190,7 +190,7 @@ _ViewRule = Callable[[_View], Strides | None]
 VIEW_OPS: dict[str, _ViewRule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "view_as", "reshape_as"), _reshape),
     **dict.fromkeys(("flatten", "unflatten", "squeeze", "unsqueeze", "atleast_2d"), _reshape),
-    **dict.fromkeys(("alias", "detach", "lift_fresh", "positive", "getitem", "item"), _same),
+    **dict.fromkeys(("alias", "detach", "lift_fresh", "positive", "getitem"), _same),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     **dict.fromkeys(("mT", "adjoint", "matrix_H"), _last_two),
     **dict.fromkeys(("t", "numpy_T"), _reversed),

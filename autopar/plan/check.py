@@ -19,7 +19,7 @@ from autopar.plan.text import amount, plural, spans
 from autopar.schedules.registry import SCHEDULES
 
 PIPELINE_AXIS = "pipeline"
-"""The axis between stages. It may be the group of a collective, but is no axis of a stage's mesh."""
+"""The axis between stages: a collective's group may be along it, a stage's mesh has none."""
 
 _SHOWN = 20
 _TOLERANCE = 1e-6
@@ -210,6 +210,8 @@ def _memory(plan: Plan) -> Problems:
         for name, figure in (*stage.memory_bytes, *stage.time_s):
             if figure < 0:
                 yield f"stage {stage.index}: {name}: expected no negative figure, found {figure}"
+        if stage.memory_limit_bytes < 1:
+            yield f"stage {stage.index}: memory_limit_bytes: expected at least 1"
         peak = peaks[stage.index]
         if peak > stage.memory_limit_bytes * (1 + _TOLERANCE):
             terms = sorted(stage.memory_bytes, key=lambda term: -term[1])

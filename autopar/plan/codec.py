@@ -14,7 +14,7 @@ second list. A codec exists for each kind of type hint:
 | `tuple[T, ...]`                 | an array                                          |
 | a dataclass                     | an object, keys in the order of the fields        |
 
-A field whose default is empty (no items, no text, null) is left out where it is empty.
+A field whose default is empty (no items, no text, null, false) is left out where it is empty.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Terms:
 class _Record:
     """A dataclass."""
 
-    kind: type[Any]
+    kind: Any
 
     def encode(self, value: Any, path: str) -> dict[str, Any]:
         result = {}
@@ -290,14 +290,14 @@ def codec_of(hint: Any) -> Codec:
 
 
 @cache
-def _members(kind: type[Any]) -> tuple[tuple[Field[Any], Codec], ...]:
+def _members(kind: Any) -> tuple[tuple[Field[Any], Codec], ...]:
     """The fields of a dataclass in order, each with its codec."""
     hints = get_type_hints(kind)
     return tuple((field, codec_of(hints[field.name])) for field in fields(kind))
 
 
 def _is_empty(default: Any) -> bool:
-    return default is None or default in ((), "")
+    return default is None or default is False or default in ((), "")
 
 
 def _join(path: str, name: str) -> str:

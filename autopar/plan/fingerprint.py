@@ -32,14 +32,14 @@ def fingerprint(graph: OpGraph, name: str) -> ModelFingerprint:
 
 
 def ops_digest(graph: OpGraph) -> str:
-    """SHA-256 of the program: sources, ops with arguments and shapes, wiring by position, outputs."""
+    """SHA-256 of the program: sources, ops with arguments and shapes, wiring, outputs."""
     lines = canonical_ops(graph)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def canonical_ops(graph: OpGraph) -> tuple[str, ...]:
     """The program as text, one line per source and op; two equal lists are equal programs."""
-    names = [item.name for item in (*graph.sources, *graph.nodes)]
+    names = [source.name for source in graph.sources] + [node.name for node in graph.nodes]
     position = {name: index for index, name in enumerate(names)}
     lines = [_source_line(source) for source in graph.sources]
     for node in graph.nodes:
@@ -142,9 +142,7 @@ def _check_entries(
 def _check_parameter(parameter: ParameterPlan, sources: dict[str, Source]) -> None:
     source = sources.get(parameter.fqn)
     if source is None:
-        raise PlanMismatch(
-            f"parameter {parameter.fqn}: in the plan, not in the model; {_REMEDY}"
-        )
+        raise PlanMismatch(f"parameter {parameter.fqn}: in the plan, not in the model; {_REMEDY}")
     for what, want, have in (
         ("tied to", _names(parameter.tied), _names(source.tied)),
         ("trainable", parameter.trainable, source.trainable),

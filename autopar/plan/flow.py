@@ -19,6 +19,13 @@ from autopar.plan.plan import NodeChoice
 
 DATA, TENSOR = "data", "tensor"
 
+STRATEGY_BATCH = 2
+"""Samples for which the strategies of the axes other than data are listed.
+
+They do not depend on it, as only the data axis splits samples; 1 would let a dim of batch times
+heads pass for one of heads.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:

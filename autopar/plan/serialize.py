@@ -65,7 +65,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to a file, which is never seen half-written. Raises InputError if it cannot."""
+    """Write the plan to a file, never seen half-written. Raises InputError where it cannot."""
     write_text(to_json(plan), path)
 
 

@@ -46,13 +46,19 @@ def percent(share: float) -> str:
 
 def digits(value: float) -> str:
     """A figure to four significant digits, without an exponent or a trailing point."""
-    text = f"{value:.{max(0, 4 - len(str(int(abs(value)))))}f}"
+    text = f"{value:.{decimals(value)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def decimals(largest: float) -> int:
+    """How many decimals give a figure four significant digits; 3 below one, none from 1000."""
+    return max(0, 4 - len(str(int(abs(largest)))))
+
+
 def plural(count: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """`1 stage`, `2 stages`, `8 micro-batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def spans(numbers: Iterable[int]) -> str:

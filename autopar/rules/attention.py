@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.ir.graph import TensorSpec
-from autopar.ir.size import Size
+from autopar.ir.size import Shape, Size
 from autopar.rules.index_expr import LOCAL, Dims, IndexExpr, Kernel, Op
-from autopar.rules.letters import FROZEN_ONE, align, name_dims, sizes_of
+from autopar.rules.letters import FROZEN_ONE, name_dims, sizes_of
 from autopar.rules.registry import register
 
 ATTENTION_DROPOUT = Kernel(name="attention_dropout")
@@ -25,25 +24,35 @@ def _attention(op: Op) -> IndexExpr:
     lead = name_dims(lead_shape, prefix="b")
     sizes = sizes_of((lead, lead_shape)) | {"q": query[-2]}
     heads = lead[-1] if lead else ()
-    kv_lead = lead
+    kv_lead, kv_shape = lead, lead_shape
     if op.arg(7, "enable_gqa", False) and key[-3] != query[-3]:
         sizes |= {"h": key[-3], "r": Size(query[-3].const // key[-3].const)}
         heads = ("h", "r")
-        lead, kv_lead = (*lead[:-1], heads), (*lead[:-1], ("h",))
+        kv_lead, kv_shape = (*lead[:-1], ("h",)), (*lead_shape[:-1], key[-3])
+        lead = (*lead[:-1], heads)
     causal = bool(op.arg(5, "is_causal", False))
     row: tuple[str, ...] = () if causal or query[-2] == FROZEN_ONE else ("q",)
-    inputs: list[Dims] = [
-        (*_lead(op.inputs[0], lead, lead_shape), row, ()),
-        *((*_lead(spec, kv_lead, None, sizes), (), ()) for spec in op.inputs[1:3]),
-    ]
+    inputs: dict[tuple[int, str], Dims] = {
+        (0, "query"): (*_lead(query, lead, lead_shape), row, ()),
+        (1, "key"): (*_lead(key, kv_lead, kv_shape), (), ()),
+        (2, "value"): (*_lead(op.inputs[2].shape, kv_lead, kv_shape), (), ()),
+    }
     if (mask := op.tensor(3, "attn_mask")) is not None:
-        mask_row = row if len(mask.shape) > 1 and mask.shape[-2] == query[-2] else ()
-        tail: Dims = (mask_row, ())[-len(mask.shape) :]
-        inputs.append((*_lead(mask, lead, lead_shape), *tail))
+        tail: Dims = (row if mask.shape[-2:-1] == query[-2:-1] else (), ())
+        inputs[3, "attn_mask"] = (*_lead(mask.shape, lead, lead_shape), *tail[-len(mask.shape) :])
     return IndexExpr(
-        inputs=tuple(inputs),
+        inputs=op.arrange(inputs),
         outputs=((*lead, row, ()),),
         sizes=sizes,
         even=frozenset(heads),
         kernel=ATTENTION_DROPOUT if op.arg(4, "dropout_p", 0.0) else LOCAL,
     )
+
+
+def _lead(shape: Shape, lead: Dims, extents: Shape) -> Dims:
+    """Dims before the last two, which broadcast to `lead` of these extents."""
+    given = shape[:-2]
+    pairs = zip(
+        given, lead[len(lead) - len(given) :], extents[len(lead) - len(given) :], strict=True
+    )
+    return tuple(dim if size == extent else () for size, dim, extent in pairs)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from autopar.ir.graph import Arg, OpNode, Ref, TensorSpec, refs_in
+from autopar.ir.graph import Arg, OpNode, Ref, TensorSpec
 from autopar.ir.placement import R_STAR, P, Placement, R, Replicate, Shard
 from autopar.ir.size import Size
 from autopar.ir.strategy import AxisStrategy, InnerCollective
@@ -67,7 +67,7 @@ class Op:
         arg = self.arg(position, name, ())
         items = arg if isinstance(arg, tuple) else (arg,)
         sized = (item.const if isinstance(item, Size) else item for item in items)
-        return tuple(item for item in sized if isinstance(item, int))
+        return tuple(v for v in sized if isinstance(v, int) and not isinstance(v, bool))
 
     def dim(self, position: int, name: str, default: int = 0, *, rank: int | None = None) -> int:
         """The dim argument there, counted from the front of a tensor of `rank` (of input 0)."""
@@ -75,25 +75,15 @@ class Op:
         value = self.integer(position, name, default)
         return value + rank if value < 0 else value
 
-    def arrange(self, dims: Mapping[tuple[int, str], Dims | tuple[Dims, ...]]) -> tuple[Dims, ...]:
-        """Dims by (position, name) put in the order of `OpNode.inputs()`.
-
-        An argument that holds several tensors is given a tuple of Dims; a tensor that is not named
-        is left whole.
-        """
+    def arrange(self, dims: Mapping[tuple[int, str], Dims]) -> tuple[Dims, ...]:
+        """Dims by (position, name) of the argument, in the order of `OpNode.inputs()`."""
         by_position = {position: value for (position, _), value in dims.items()}
         by_name = {name: value for (_, name), value in dims.items()}
-        slots = [(arg, by_position.get(i)) for i, arg in enumerate(self.node.args)]
-        slots += [(arg, by_name.get(name)) for name, arg in self.node.kwargs]
-        specs, result = iter(self.inputs), []
-        for arg, given in slots:
-            for index, _ in enumerate(refs_in(arg)):
-                whole: Dims = ((),) * len(next(specs).shape)
-                if given is None:
-                    result.append(whole)
-                else:
-                    result.append(given if isinstance(arg, Ref) else given[index])
-        return tuple(result)  # type: ignore[arg-type]
+        given = [by_position[i] for i, arg in enumerate(self.node.args) if isinstance(arg, Ref)]
+        return (
+            *given,
+            *(by_name[name] for name, arg in self.node.kwargs if isinstance(arg, Ref)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,11 +136,10 @@ def derive(
     extents = {letter: extent.at(batch) for letter, extent in expr.sizes.items()}
     found = list(replicated(op, expr.kernel.name))
     for letter in expr.letters():
-        spots = [_spots(tensor, letter, extents) for tensor in (*expr.inputs, *expr.outputs)]
-        if _may_split(expr, letter, extents[letter], spots, size):
-            for unit in _units(expr, op, letter, extents[letter], spots, hints):
-                if all(piece % size == 0 for piece in unit) or len(unit) == 1:
-                    found += _split(expr, op, letter, unit, spots, hints)
+        split = _Split(expr=expr, op=op, letter=letter, extents=extents, hints=hints)
+        if split.is_legal(size):
+            for unit in split.units(size):
+                found += split.strategies(unit)
     found += [s for group in expr.linear for s in _partial(expr, op, group)]
     return tuple(dict.fromkeys(found))
 
@@ -172,84 +161,89 @@ def replicated(op: Op, kernel: str = "local") -> Iterator[AxisStrategy]:
         )
 
 
-def _spots(tensor: Dims, letter: str, extents: Mapping[str, int]) -> list[_Spot]:
-    """Where `letter` stands in `tensor`; more than once on a diagonal."""
+class _Split:
+    """Splitting one letter of one op."""
+
+    def __init__(
+        self, *, expr: IndexExpr, op: Op, letter: str, extents: Mapping[str, int], hints: Hints
+    ) -> None:
+        self.expr, self.op, self.letter, self.hints = expr, op, letter, hints
+        self.extent = extents[letter]
+        self.refs = [*op.node.inputs(), *(Ref(op.node.name, i) for i in range(len(op.outputs)))]
+        self.spots = [_spots(dims, letter, extents) for dims in (*expr.inputs, *expr.outputs)]
+
+    def is_legal(self, size: int) -> bool:
+        """Whether the extent allows it: a factor of a longer dim must divide, a whole dim need
+        not."""
+        expr = self.expr
+        diagonal = any(len(found) > 1 for found in self.spots)
+        if self.letter in expr.blocked or self.extent < size or diagonal:
+            return False
+        composite = any(spot.outer * spot.inner > 1 for found in self.spots for spot in found)
+        return self.extent % size == 0 if composite or self.letter in expr.even else True
+
+    def units(self, size: int) -> list[tuple[int, ...]]:
+        """Ways to cut the letter before splitting: not at all, or as its dims are hinted."""
+        if self.letter in self.expr.parted:
+            found = [self.expr.parted[self.letter]]
+        else:
+            found = [(self.extent,), *self._hinted()]
+        # pieces are split evenly; a whole dim is checked by `is_legal`
+        return [u for u in found if len(u) == 1 or all(piece % size == 0 for piece in u)]
+
+    def _hinted(self) -> Iterator[tuple[int, ...]]:
+        for ref, found in zip(self.refs, self.spots, strict=True):
+            for spot in found:
+                pieces = self.hints.get((ref, spot.dim), ())
+                if spot.outer == 1 and all(piece % spot.inner == 0 for piece in pieces):
+                    unit = tuple(piece // spot.inner for piece in pieces)
+                    if sum(unit) == self.extent:
+                        yield unit
+
+    def strategies(self, unit: tuple[int, ...]) -> Iterator[AxisStrategy]:
+        """The strategy that splits the letter cut into `unit`; none if a dim forbids it."""
+        if not all(map(self._allowed, self.refs, self.spots, [unit] * len(self.refs))):
+            return
+        count = len(self.op.inputs)
+        summed = not any(self.spots[count:])
+        absent = [
+            P if summed and index in self.expr.additive else whole(spec)
+            for index, spec in enumerate(self.op.inputs)
+        ]
+        inputs = tuple(
+            found[0].shard(unit) if found else placement
+            for found, placement in zip(self.spots[:count], absent, strict=True)
+        )
+        out_unit = (self.extent,) if self.letter in self.expr.parted else unit
+        outputs = tuple(f[0].shard(out_unit) if f else P for f in self.spots[count:])
+        if _summable(self.op.outputs, outputs):
+            kernel = self.expr.kernels.get(self.letter, self.expr.kernel)
+            yield AxisStrategy(
+                inputs=inputs,
+                outputs=outputs,
+                kernel=kernel.name,
+                collectives=kernel.collectives,
+            )
+
+    def _allowed(self, ref: Ref, found: list[_Spot], unit: tuple[int, ...]) -> bool:
+        """A minor factor needs a share of every outer index: only where the graph parts the dim
+        just so."""
+        return all(
+            spot.outer == 1 or self.hints.get((ref, spot.dim)) == spot.shard(unit).pieces
+            for spot in found
+        )
+
+
+def _spots(dims: Dims, letter: str, extents: Mapping[str, int]) -> list[_Spot]:
+    """Where `letter` stands in a tensor; more than once on a diagonal."""
     found = []
-    for index, factors in enumerate(tensor):
+    for index, factors in enumerate(dims):
         for k, factor in enumerate(factors):
             if factor == letter:
                 outer = prod(extents[f] for f in factors[:k])
                 inner = prod(extents[f] for f in factors[k + 1 :])
                 found.append(_Spot(index, outer, inner))
     return found
-
-
-def _may_split(
-    expr: IndexExpr, letter: str, extent: int, spots: list[list[_Spot]], size: int
-) -> bool:
-    """Whether the extent allows it: a factor of a longer dim must divide, a whole dim need not."""
-    if letter in expr.blocked or extent < size or any(len(found) > 1 for found in spots):
-        return False
-    composite = any(spot.outer * spot.inner > 1 for found in spots for spot in found)
-    return extent % size == 0 if composite or letter in expr.even else True
-
-
-def _units(
-    expr: IndexExpr, op: Op, letter: str, extent: int, spots: list[list[_Spot]], hints: Hints
-) -> list[tuple[int, ...]]:
-    """Ways to cut the letter before splitting: whole, and the pieces its dims are hinted with."""
-    if letter in expr.parted:
-        return [expr.parted[letter]]
-    units: list[tuple[int, ...]] = [(extent,)]
-    for ref, found in zip(_refs(op), spots, strict=True):
-        for spot in found:
-            pieces = hints.get((ref, spot.dim), ())
-            if spot.outer == 1 and all(piece % spot.inner == 0 for piece in pieces):
-                unit = tuple(piece // spot.inner for piece in pieces)
-                if sum(unit) == extent and unit not in units:
-                    units.append(unit)
-    return units
-
-
-def _refs(op: Op) -> list[Ref]:
-    """Inputs, then outputs."""
-    return [*op.node.inputs(), *(Ref(op.node.name, i) for i in range(len(op.outputs)))]
-
-
-def _split(
-    expr: IndexExpr,
-    op: Op,
-    letter: str,
-    unit: tuple[int, ...],
-    spots: list[list[_Spot]],
-    hints: Hints,
-) -> Iterator[AxisStrategy]:
-    """The strategy that splits `letter`, if its dims can be split so."""
-    count = len(op.inputs)
-    for ref, found in zip(_refs(op), spots, strict=True):
-        # a minor factor needs a share of every outer index: only where the graph parts the dim so
-        for spot in found:
-            if spot.outer > 1 and hints.get((ref, spot.dim)) != spot.shard(unit).pieces:
-                return
-    summed = not any(spots[count:])
-    inputs: list[Placement] = []
-    for index, (spec, found) in enumerate(zip(op.inputs, spots[:count], strict=True)):
-        if found:
-            inputs.append(found[0].shard(unit))
-        else:
-            inputs.append(P if summed and index in expr.additive else whole(spec))
-    out_unit = (1,) if letter in expr.parted else unit
-    outputs: list[Placement] = [
-        found[0].shard(out_unit) if found else P for found in spots[count:]
-    ]
-    if _summable(op.outputs, outputs):
-        kernel = expr.kernels.get(letter, expr.kernel)
-        yield AxisStrategy(
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            kernel=kernel.name,
-            collectives=kernel.collectives,
-        )
 
 
 def _partial(expr: IndexExpr, op: Op, group: frozenset[int]) -> Iterator[AxisStrategy]:
@@ -260,9 +254,7 @@ def _partial(expr: IndexExpr, op: Op, group: frozenset[int]) -> Iterator[AxisStr
         yield AxisStrategy(inputs=inputs, outputs=outputs, kernel=expr.kernel.name)
 
 
-def _summable(
-    specs: tuple[TensorSpec, ...], placements: list[Placement] | tuple[Placement, ...]
-) -> bool:
+def _summable(specs: tuple[TensorSpec, ...], placements: tuple[Placement, ...]) -> bool:
     """Whether all partial tensors are numbers, not truth values."""
     return all(
         spec.dtype != "bool" or placement != P

@@ -11,7 +11,7 @@ from autopar.rules.registry import register
 register("aten.mm")(parse_rule("i k, k j -> i j"))
 register("aten.bmm")(parse_rule("b i k, b k j -> b i j"))
 register("aten.mv")(parse_rule("i k, k -> i"))
-register("aten.dot", "aten.vdot", "aten.inner")(parse_rule("k, k ->"))
+register("aten.dot", "aten.vdot")(parse_rule("k, k ->"))
 register("aten.outer", "aten.ger")(parse_rule("i, j -> i j"))
 # Rows belong to experts by position, so neither rows nor experts are split.
 register("aten._grouped_mm", "transformers.grouped_mm_fallback")(
@@ -36,24 +36,20 @@ def _linear(op: Op) -> IndexExpr:
 @register("aten.addmm", "aten.baddbmm")
 def _addmm(op: Op) -> IndexExpr:
     """`b + x @ w` with `b` broadcast; batched or not."""
-    _, x, w = (spec.shape for spec in op.inputs)
+    x = op.inputs[1].shape
     lead = (("b",),) if len(x) == 3 else ()
     out: Dims = (*lead, ("i",), ("j",))
     sizes = sizes_of((out, op.outputs[0].shape)) | {"k": x[-1]}
     return IndexExpr(
         inputs=(
-            _drop_ones(align(op.inputs[0].shape, out, sizes), op.inputs[0].shape),
+            align(op.inputs[0].shape, out, sizes),
             (*lead, ("i",), ("k",)),
             (*lead, ("k",), ("j",)),
         ),
         outputs=(out,),
-        sizes=sizes | {"j": w[-1]},
+        sizes=sizes,
         additive=frozenset((0,)),
     )
-
-
-def _drop_ones(dims: Dims, shape: Shape) -> Dims:
-    return tuple(() if size == FROZEN_ONE else d for d, size in zip(dims, shape, strict=True))
 
 
 @register("aten.matmul")
@@ -82,7 +78,7 @@ def _matmul(op: Op) -> IndexExpr:
 
 @register("aten.einsum")
 def _einsum(op: Op) -> IndexExpr:
-    """The equation is the index expression; an ellipsis stands for letters counted from the right."""
+    """The equation is the index expression; an ellipsis is letters counted from the right."""
     equation = str(op.arg(0, "equation")).replace(" ", "")
     left, _, right = equation.partition("->")
     terms = left.split(",")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from autopar.ir.graph import Ref
-from autopar.ir.size import Size
 from autopar.rules.index_expr import LOCAL, IndexExpr, Kernel, Op
 from autopar.rules.letters import align, name_dims, sizes_of
 from autopar.rules.registry import register
 
 Groups = tuple[frozenset[int], ...]
 
-_NONLINEAR = """
-    abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
-    celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad div.Tensor_mode elu eq erf erfc
-    erfinv exp exp2 expm1 fill float_power floor floor_divide fmod frac ge gelu gt hardshrink
-    hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf le leaky_relu lerp lgamma
-    log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logit
-    lt maximum minimum mish mod nan_to_num ne ones_like pow prelu rad2deg reciprocal relu relu6
-    remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt
-    square tan tanh threshold trunc xlogy zeros_like full_like empty_like __and__ __or__ __xor__
-    bitwise_left_shift bitwise_right_shift max.other min.other
-""".split()
+_NONLINEAR = (
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
+    "clamp_min", "clip", "copysign", "cos", "cosh", "deg2rad", "div.Tensor_mode",
+    "div.Scalar_mode", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fill",
+    "float_power", "floor", "floor_divide", "fmod", "frac", "ge", "gelu", "gt", "hardshrink",
+    "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "isneginf",
+    "isposinf", "le", "leaky_relu", "lerp", "lgamma", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "logit", "lt", "maximum", "minimum", "mish", "mod", "nan_to_num", "ne", "ones_like", "pow",
+    "rad2deg", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "selu", "sgn",
+    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "square", "tan", "tanh", "threshold", "trunc", "xlogy", "zeros_like", "full_like",
+    "empty_like", "__and__", "__or__", "__xor__", "bitwise_left_shift", "bitwise_right_shift",
+    "max.other", "min.other",
+)  # fmt: skip
 
 
 def elementwise(op: Op, linear: Groups = (), kernel: Kernel = LOCAL) -> IndexExpr:
@@ -80,11 +83,6 @@ def _first(op: Op) -> Groups:
     return (frozenset((0,)),)
 
 
-def _dividend(op: Op) -> Groups:
-    plain = op.arg(2, "rounding_mode") is None and isinstance(op.arg(0, "self"), Ref)
-    return _first(op) if plain else ()
-
-
 def _cast(op: Op) -> Groups:
     """A cast keeps sums unless it rounds to whole numbers or truth values."""
     source, target = op.inputs[0], op.outputs[0]
@@ -106,10 +104,10 @@ def _linear_rule(groups: Callable[[Op], Groups]) -> Callable[[Op], IndexExpr]:
 
 register("aten.add", "aten.sub", "aten.rsub")(_linear_rule(_all_terms))
 register("aten.mul", "aten.multiply")(_linear_rule(_each_factor))
-register("aten.div", "aten.true_divide", "aten.divide")(_linear_rule(_dividend))
+register("aten.div", "aten.true_divide", "aten.divide")(_linear_rule(_first))
 register(
     "aten.neg", "aten.clone", "aten.contiguous", "aten.detach", "aten.alias", "aten.positive",
-    "aten.lift_fresh_copy", "aten.conj", "aten.real", "aten.view_as",
+    "aten.lift_fresh_copy", "aten.conj", "aten.real",
 )(_linear_rule(_first))  # fmt: skip
 register("aten.to", "aten._to_copy", "aten.type_as", "aten.float", "aten.bfloat16", "aten.half")(
     _linear_rule(_cast)
@@ -129,9 +127,9 @@ def _addcdiv(op: Op) -> IndexExpr:
     return elementwise(op, linear=(frozenset((0, 1)),))
 
 
-def _along(position: int, default: int = -1) -> Callable[[Op], IndexExpr]:
+def _along(position: int) -> Callable[[Op], IndexExpr]:
     """Rule of an op that walks along its one `dim` argument."""
-    return lambda op: walk(op, (op.dim(position, "dim", default),))
+    return lambda op: walk(op, (op.dim(position, "dim", -1),))
 
 
 register("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")(_along(1))
@@ -139,9 +137,7 @@ register("aten.cumprod", "aten.logcumsumexp", "aten.argsort.default", "aten.glu"
 register("aten.cummax", "aten.cummin")(_along(1))
 register("aten.topk")(_along(2))
 register("aten.sort.default")(_along(1))
-register("aten.sort.stable", "aten.argsort.stable")(
-    lambda op: walk(op, (op.dim(2, "dim", -1),))
-)
+register("aten.sort.stable", "aten.argsort.stable")(lambda op: walk(op, (op.dim(2, "dim", -1),)))
 
 
 @register("aten.cumsum")
@@ -175,7 +171,7 @@ def _triangle(op: Op) -> IndexExpr:
 
 @register("aten.pad", "aten.constant_pad_nd")
 def _pad(op: Op) -> IndexExpr:
-    """Padded dims are walked: with a constant only the ends need it, but the ends are on one rank."""
+    """Padded dims are read whole: only some ranks would hold an end."""
     rank = len(op.inputs[0].shape)
     pads = op.integers(1, "pad")
     padded = [rank - 1 - i // 2 for i, amount in enumerate(pads) if amount]
@@ -190,17 +186,12 @@ def _cat(op: Op) -> IndexExpr:
     return walk(op, (op.dim(1, "dim"),), linear=(frozenset(range(len(op.inputs))),))
 
 
-@register("aten.slice")
+@register("aten.slice", "aten.narrow")
 def _slice(op: Op) -> IndexExpr:
     """A slice of the whole dim, which export leaves behind, cuts nothing."""
     dim = op.dim(1, "dim")
     is_whole = op.inputs[0].shape[dim] == op.outputs[0].shape[dim]
     return walk(op, () if is_whole else (dim,), linear=_first(op))
-
-
-@register("aten.narrow")
-def _narrow(op: Op) -> IndexExpr:
-    return _slice(op)
 
 
 @register("aten.one_hot")
@@ -209,11 +200,6 @@ def _one_hot(op: Op) -> IndexExpr:
     return IndexExpr(
         inputs=(dims,), outputs=((*dims, ()),), sizes=sizes_of((dims, op.inputs[0].shape))
     )
-
-
-def is_number(arg: object) -> bool:
-    """Whether an argument is a plain number."""
-    return isinstance(arg, int | float | Size)
 
 
 __all__ = ["elementwise", "register_elementwise", "walk"]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autopar.rules.index_expr import IndexExpr, Op
-from autopar.rules.letters import FROZEN_ONE, align, from_generic, match_factors, name_dims, sizes_of
-from autopar.rules.letters import GENERIC_BATCH
+from autopar.rules.letters import (
+    FROZEN_ONE,
+    GENERIC_BATCH,
+    align,
+    from_generic,
+    match_factors,
+    name_dims,
+    sizes_of,
+)
 from autopar.rules.registry import register
 
 _ONLY = (frozenset((0,)),)
@@ -14,7 +21,7 @@ _ONLY = (frozenset((0,)),)
 
 @register(
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten",
-    "aten.squeeze", "aten.unsqueeze", "aten.reshape_as", "aten.view_as", "aten.ravel",
+    "aten.squeeze", "aten.unsqueeze", "aten.reshape_as", "aten.view_as",
     "aten.view_copy",
 )  # fmt: skip
 def _reshape(op: Op) -> IndexExpr:
@@ -99,7 +106,7 @@ def _tiled(op: Op, *, copies_major: bool) -> IndexExpr:
     for i, (dim, size, extent) in enumerate(zip(padded, sources, target, strict=True)):
         copies = from_generic(extent.at(GENERIC_BATCH) // size.at(GENERIC_BATCH))
         letter = () if copies == FROZEN_ONE else (f"c{i}",)
-        sizes.update({name: copies for name in letter})
+        sizes.update(dict.fromkeys(letter, copies))
         out.append((*letter, *dim) if copies_major else (*dim, *letter))
     return IndexExpr(inputs=(dims,), outputs=(tuple(out),), sizes=sizes, linear=_ONLY)
 
@@ -167,19 +174,8 @@ def _pair_dim(op: Op, skip_input: bool) -> IndexExpr:
     shape = op.inputs[0].shape
     dims = name_dims(shape, skip=(len(shape) - 1,) if skip_input else ())
     out = dims[:-1] if skip_input else (*dims, ())
-    return IndexExpr(
-        inputs=(dims,), outputs=(out,), sizes=sizes_of((dims, shape)), linear=_ONLY
-    )
+    return IndexExpr(inputs=(dims,), outputs=(out,), sizes=sizes_of((dims, shape)), linear=_ONLY)
 
 
 register("aten.view_as_complex")(lambda op: _pair_dim(op, True))
 register("aten.view_as_real")(lambda op: _pair_dim(op, False))
-
-RESHAPES: tuple[str, ...] = ("aten.view", "aten.reshape", "aten.unflatten", "aten.flatten")
-
-SPLITS: tuple[str, ...] = (
-    "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unsafe_chunk",
-)  # fmt: skip
-_: Callable[[Op], IndexExpr]
-
-__all__ = ["SPLITS"]

@@ -198,9 +198,7 @@ def _group(
     recorder: Recorder,
 ) -> AxisGroup:
     group = groups.get(ranks) if len(ranks) > 1 else None
-    return AxisGroup(
-        axes=axes, ranks=ranks, rank=ranks.index(rank), recorder=recorder, group=group
-    )
+    return AxisGroup(axes=axes, ranks=ranks, rank=ranks.index(rank), recorder=recorder, group=group)
 
 
 def _mesh(

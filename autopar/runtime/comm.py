@@ -96,9 +96,7 @@ def keep_on_first(x: Tensor, axis: AxisGroup) -> Tensor:
 def take_shard_of_partial(x: Tensor, axis: AxisGroup, dim: int, pieces: Pieces = ()) -> Tensor:
     """R* to S: this rank's shard; its gradient is the rank's summand, zero outside the shard."""
     dim %= x.dim()
-    return _apply(
-        x, axis, _take(axis, dim, pieces), _place(axis, dim, x.shape[dim], pieces)
-    )
+    return _apply(x, axis, _take(axis, dim, pieces), _place(axis, dim, x.shape[dim], pieces))
 
 
 def gather(x: Tensor, axis: AxisGroup, dim: int, size: int, pieces: Pieces = ()) -> Tensor:

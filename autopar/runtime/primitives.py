@@ -25,6 +25,10 @@ def _wire(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def _flat(x: Tensor) -> Tensor:
+    return _wire(x).view(-1)
+
+
 def all_reduce_(
     x: Tensor, axis: AxisGroup, *, reduction: str = "sum", backward: bool = False
 ) -> Tensor:
@@ -54,14 +58,14 @@ def all_gather(
     and NCCL gather equal parts only.
     """
     own = _padded(x.detach(), dim, max(sizes))
-    stacked = own.new_empty((axis.size, *own.shape))
     if axis.group is None:
-        stacked[0] = own
-    elif own.numel():
+        return own.unsqueeze(0)
+    flat = own.new_empty(axis.size * own.numel())
+    if own.numel():
         nbytes = own.nbytes // max(sizes) * sum(sizes)
         axis.recorder.note(CollectiveOp.ALL_GATHER, nbytes, axis.axes, backward=backward)
-        dist.all_gather_into_tensor(_wire(stacked), _wire(own), group=axis.group)
-    return stacked
+        dist.all_gather_single(_flat(flat), _flat(own), group=axis.group)
+    return flat.view(axis.size, *own.shape)
 
 
 def reduce_scatter(
@@ -76,7 +80,7 @@ def reduce_scatter(
     if own.numel():
         nbytes = own.nbytes // max(sizes) * sum(sizes)
         axis.recorder.note(CollectiveOp.REDUCE_SCATTER, nbytes, axis.axes, backward=backward)
-        dist.reduce_scatter_tensor(_wire(own), _wire(stacked), group=axis.group)
+        dist.reduce_scatter_single(_flat(own), _flat(stacked), group=axis.group)
     return own.narrow(dim, 0, sizes[axis.rank])
 
 
@@ -101,8 +105,8 @@ def all_to_all(
         axis.recorder.note(CollectiveOp.ALL_TO_ALL, nbytes, axis.axes, backward=backward)
         scale = 2 if sent.is_complex() else 1
         dist.all_to_all_single(
-            _wire(received).flatten(),
-            _wire(sent).flatten(),
+            _flat(received),
+            _flat(sent),
             [count * scale for count in counts],
             [part.numel() * scale for part in parts],
             group=axis.group,

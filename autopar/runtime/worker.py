@@ -71,9 +71,7 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s)
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )

@@ -78,7 +78,7 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of the ranks' time in which they do not compute; 0 for a step of no length."""
         total_s = self.step_s * len(self.busy_s)
-        return 1.0 - sum(self.busy_s) / total_s if total_s else 0.0
+        return max(0.0, 1.0 - sum(self.busy_s) / total_s) if total_s else 0.0
 
     def events(self) -> Iterator[Event]:
         """Every action with its times, rank by rank in list order."""

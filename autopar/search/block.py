@@ -52,7 +52,7 @@ def is_consistent(layout: Layout) -> bool:
     return len(dims) == len(set(dims))
 
 
-def node_options(node: OpNode, axes: Sequence[int], strategies: Strategies) -> tuple[Option, ...]:
+def node_options(node: OpNode, axes: Sequence[str], strategies: Strategies) -> tuple[Option, ...]:
     """Every combination of one strategy per axis that splits no dim twice."""
     per_axis = [strategies(node, index) for index in range(len(axes))]
     options = []
@@ -88,7 +88,7 @@ def parameter_layouts(
 
 def block_space(
     nodes: Sequence[OpNode],
-    axes: Sequence[int],
+    axes: Sequence[str],
     strategies: Strategies,
     *,
     parameters: Sequence[Source],
@@ -96,10 +96,24 @@ def block_space(
     required: Mapping[Ref, Layout],
     specs: Mapping[Ref, TensorSpec],
     differentiable: frozenset[Ref],
+    loss: Ref | None = None,
     pinned: Mapping[str, Mapping[int, Placement]] | None = None,
 ) -> BlockSpace:
-    """Collect the options of every node and parameter of a block."""
-    options = tuple(node_options(node, axes, strategies) for node in nodes)
+    """Collect the options of every node and parameter of a block.
+
+    The node that makes `loss` keeps the options that leave it whole or a partial sum, for which
+    the gradient that backward starts from is 1 on every rank.
+    """
+    options = tuple(
+        tuple(
+            option
+            for option in node_options(node, axes, strategies)
+            if loss is None
+            or loss.name != node.name
+            or all(p in (R, P) for p in option.outputs[loss.index])
+        )
+        for node in nodes
+    )
     consumers: dict[Ref, list[tuple[int, int]]] = {}
     for index, node in enumerate(nodes):
         for position, ref in enumerate(node.inputs()):

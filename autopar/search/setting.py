@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.compute import Profile
-from autopar.costs.memory import Precision
+from autopar.costs.memory import Training
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
@@ -32,8 +32,7 @@ class Setting:
     chain: BlockChain
     cluster: Cluster
     global_batch: int
-    precision: Precision
-    optimizer: str
+    training: Training
     pins: Pins = field(default_factory=lambda: Pins())
     memory_limit_bytes: int | None = None
     profile: Profile | None = None

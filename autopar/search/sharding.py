@@ -73,8 +73,9 @@ class _Builder:
         """One choice node per parameter, at its share of the gradient synchronisation."""
         for source, layouts in self.space.parameters:
             ref = Ref(source.name)
-            sync = [self.prices.sync_s(ref, x) if source.trainable else 0.0 for x in layouts]
-            index = self.add([s / self.prices.micro_batches for s in sync])
+            shares = self.prices.micro_batches
+            paid = source.trainable and shares
+            index = self.add([self.prices.sync_s(ref, x) / shares if paid else 0.0 for x in layouts])
             self.option_layouts[ref] = (index, list(layouts))
             self._charge_memory(ref)
 
@@ -83,6 +84,17 @@ class _Builder:
         if weight:
             index, layouts = self.option_layouts[ref]
             self.usage[index] += [weight * self.prices.local_bytes(ref, x) for x in layouts]
+
+    def price_memory_only(self) -> None:
+        """Replace every cost by the bytes kept; what was forbidden stays so."""
+        self.node_costs = [
+            np.where(np.isinf(cost), inf, usage)
+            for cost, usage in zip(self.node_costs, self.usage, strict=True)
+        ]
+        self.edges = [
+            Edge(src=e.src, dst=e.dst, cost=np.where(np.isinf(e.cost), inf, 0.0))
+            for e in self.edges
+        ]
 
     def add_values(self) -> None:
         """Connect every value to its readers, through a forms node where there are several."""
@@ -169,13 +181,15 @@ def solve_sharding(
     *,
     kept: dict[Ref, float] | None = None,
     memory_limit: float | None = None,
+    minimise_kept: bool = False,
     backend: str = "highs",
     time_limit_s: float = 60.0,
 ) -> Sharding | None:
     """The cheapest sharding of a block, or None if no sharding satisfies the limit.
 
     `kept` weighs the bytes of values and parameters that stay in memory (1 for one byte per byte);
-    their weighted sum is held to `memory_limit`.
+    their weighted sum is held to `memory_limit`. With `minimise_kept` that sum is the objective,
+    and time only decides which pairs are possible.
     """
     builder = _Builder(space, prices, kept or {})
     builder.add_ops()
@@ -185,6 +199,8 @@ def solve_sharding(
     if memory_limit is not None:
         members = tuple((i, usage) for i, usage in enumerate(builder.usage) if usage.any())
         capacities = (Capacity(name="memory", limit=memory_limit, members=members),)
+    if minimise_kept:
+        builder.price_memory_only()
     problem = ChoiceProblem(
         node_costs=tuple(builder.node_costs), edges=tuple(builder.edges), capacities=capacities
     )

@@ -18,7 +18,9 @@ CASES = {
     "pieces": ((3, 14), 1, (8, 4, 2)),
     "uneven_pieces": ((12, 2), 0, (7, 5)),
 }
-FUNCTIONS = {move.function: pair for pair, move in TRANSITIONS.items() if move.function != "exchange"}
+FUNCTIONS = {
+    move.function: pair for pair, move in TRANSITIONS.items() if move.function != "exchange"
+}
 
 
 def _place(whole, kind, axis, dim, pieces, summands):
@@ -43,8 +45,8 @@ GRADIENT = {"S": "S", "R": "R", "R*": "P*", "P": "R"}
 VALUE = {"S": "S", "R": "R", "R*": "R", "P": "P*"}
 NAMES = {
     "all_reduce": CollectiveOp.ALL_REDUCE,
-    "all_gather_into_tensor": CollectiveOp.ALL_GATHER,
-    "reduce_scatter_tensor": CollectiveOp.REDUCE_SCATTER,
+    "all_gather_single": CollectiveOp.ALL_GATHER,
+    "reduce_scatter_single": CollectiveOp.REDUCE_SCATTER,
     "all_to_all_single": CollectiveOp.ALL_TO_ALL,
 }
 

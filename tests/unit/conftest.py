@@ -93,9 +93,7 @@ def _variants():
                     inputs=((BATCH, R_STAR), COLUMN),
                     outputs=((BATCH, Shard(2)),),
                 ),
-                NodeChoice(
-                    node="linear_1", inputs=((BATCH, Shard(2)), ROW), outputs=((BATCH, P),)
-                ),
+                NodeChoice(node="linear_1", inputs=((BATCH, Shard(2)), ROW), outputs=((BATCH, P),)),
             ),
         ),
         Variant(

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autopar.costs.local_op import LocalOp, local_op
+from autopar.costs.strides import trace_storage
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
-from autopar.ir.size import Size
+from autopar.ir.size import Size, shape_at
 
 
 def spec_of(value: torch.Tensor) -> TensorSpec:
@@ -96,7 +98,8 @@ def counted_bytes(module: torch.nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes of the storages autograd saves in a forward pass of the exported module."""
     program = torch.export.export(module, inputs, strict=False).module()
     owned = {
-        tensor.untyped_storage().data_ptr() for tensor in (*program.parameters(), *program.buffers())
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*program.parameters(), *program.buffers())
     }
     held: list[torch.Tensor] = []
 
@@ -116,10 +119,29 @@ def numel_of(graph: OpGraph) -> Callable[[Ref], int]:
     return lambda ref: prod(size.at(1) for size in specs[ref].shape)
 
 
+def local_ops(graph: OpGraph, device_kind: str = "cpu") -> list[LocalOp]:
+    """Every node at its captured shapes."""
+    specs, differentiable = graph.specs(), graph.differentiable()
+    storage = trace_storage(graph.nodes, specs, device_kind=device_kind)
+    return [
+        local_op(
+            node,
+            input_shapes=tuple(shape_at(specs[ref].shape, 1) for ref in node.inputs()),
+            input_dtypes=tuple(specs[ref].dtype for ref in node.inputs()),
+            output_shapes=tuple(shape_at(spec.shape, 1) for spec in node.outputs),
+            batch=1,
+            grad_inputs=tuple(ref in differentiable for ref in node.inputs()),
+            copying=storage.copying,
+        )
+        for node in graph.nodes
+    ]
+
+
 @pytest.fixture
 def graphs() -> SimpleNamespace:
-    """`to_graph`, `counted_bytes`, `numel_of`, `owned`: what a graph's parameters are."""
+    """The functions above, and `owned`: a graph's parameters and buffers."""
     return SimpleNamespace(
+        local_ops=local_ops,
         to_graph=to_graph,
         counted_bytes=counted_bytes,
         numel_of=numel_of,

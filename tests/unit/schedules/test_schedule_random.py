@@ -6,6 +6,7 @@ order that the data allows: whatever a builder may ever give is one of these.
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -173,7 +174,7 @@ def test_step_is_the_longest_path_when_messages_take_no_time(data):
         K.BACKWARD_WEIGHT: times.backward_weight_s,
     }
     every = {action for row in schedule.ranks for action in row}
-    before = {b: a for row in schedule.ranks for a, b in zip(row, row[1:], strict=False)}
+    before = {b: a for row in schedule.ranks for a, b in pairwise(row)}
     end_s = {}
 
     def end(action):
@@ -196,9 +197,10 @@ def test_no_stream_does_two_things_at_once_and_no_message_arrives_early(data, ov
     at = {(e.action.kind, e.action.stage, e.action.micro_batch): e for e in timeline.events()}
     for rank in range(timeline.schedule.num_ranks):
         mine = [e for e in timeline.events() if e.rank == rank]
-        for stream in (("is_compute",), ("is_send",)) if overlap else (("__class__",),):
-            events = [e for e in mine if getattr(e.action.kind, stream[0])]
-            for one, two in zip(events, events[1:], strict=False):
+        compute = [e for e in mine if e.action.kind.is_compute]
+        sends = [e for e in mine if e.action.kind.is_send]
+        for events in (compute, sends) if overlap else (mine,):
+            for one, two in pairwise(events):
                 assert one.end_s <= two.start_s
     for (kind, stage, i), event in at.items():
         if kind.is_recv:
@@ -290,7 +292,7 @@ def test_trace_rows_hold_every_action_and_never_overlap(data):
         rows.setdefault((entry["pid"], entry["tid"]), []).append(entry)
     for row in rows.values():
         row.sort(key=lambda entry: (entry["ts"], entry["dur"]))
-        for one, two in zip(row, row[1:], strict=False):
+        for one, two in pairwise(row):
             assert one["ts"] + one["dur"] <= two["ts"]
     names = {(e["pid"], e["tid"]) for e in entries if e["name"] == "thread_name"}
     assert names >= rows.keys()

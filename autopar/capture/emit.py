@@ -1,0 +1,126 @@
+"""Making op nodes: what each traced value stands for, and the nodes so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture import arguments
+from autopar.capture.flatten import FlatGraph, Step
+from autopar.capture.locations import location_in_stack
+from autopar.capture.sizes import FixedBatch, SizeReader
+from autopar.capture.tracing import PREFIX
+from autopar.ir.graph import Arg, OpNode, Ref, Source, TensorSpec, refs_in
+
+NO_GRADIENT = ("aten.detach.", "aten.new_", "aten.one_hot.")
+"""Beginnings of ops through which no gradient flows; neither does one through the `_like` ops."""
+
+Value = Ref | tuple[Ref, ...]
+
+
+class Emitter:
+    """Collects op nodes. `values` maps each traced node to what it stands for at this point."""
+
+    def __init__(
+        self, flat: FlatGraph, sources: Mapping[fx.Node, Source], sizes: SizeReader
+    ) -> None:
+        self.flat = flat
+        self.sizes = sizes
+        self.values: dict[fx.Node, Value] = {n: Ref(s.name) for n, s in sources.items()}
+        self.sources = {s.name: s for s in sources.values()}
+        self.specs = {Ref(s.name): s.spec for s in sources.values()}
+        self.nodes: list[OpNode] = []
+        self._differentiable = {Ref(s.name) for s in sources.values() if s.trainable}
+        self._names = set(self.sources)
+
+    def ref(self, node: Any) -> Ref:
+        """The single tensor a traced node stands for."""
+        value = self.values[self.flat.resolve(node)]
+        assert isinstance(value, Ref)
+        return value
+
+    def bind(self, op: torch._ops.OpOverload, node: fx.Node) -> arguments.Bound:
+        """The arguments of a traced call by schema name."""
+        raw = arguments.bind(op, node.args, node.kwargs)
+        return {name: arguments.arg(v, self.sizes, self._lookup) for name, v in raw.items()}
+
+    def emit(
+        self,
+        step: Step,
+        op: torch._ops.OpOverload,
+        bound: arguments.Bound,
+        outputs: tuple[TensorSpec, ...],
+    ) -> tuple[Ref, ...]:
+        """Add a node made for `step`; returns its outputs."""
+        args, kwargs = arguments.unbind(op, bound)
+        inputs = refs_in(tuple(bound.values()))
+        node = OpNode(
+            name=self._unique_name(step.node.name),
+            target=str(op),
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            requires_grad=step.grad
+            and _passes_gradient(str(op))
+            and any(spec.is_floating for spec in outputs)
+            and any(ref in self._differentiable for ref in inputs),
+            module_path=module_path(step.node),
+            source=location_in_stack(step.node.meta.get("stack_trace")),
+        )
+        self.nodes.append(node)
+        refs = tuple(Ref(node.name, i) for i in range(len(outputs)))
+        self.specs.update(zip(refs, outputs, strict=True))
+        if node.requires_grad:
+            self._differentiable |= {r for r in refs if self.specs[r].is_floating}
+        return refs
+
+    def cast(self, step: Step, ref: Ref, output: TensorSpec) -> Ref:
+        """The value in the dtype of `output`."""
+        if self.specs[ref].dtype == output.dtype:
+            return ref
+        bound: arguments.Bound = {"self": ref, "dtype": f"dtype:{output.dtype}"}
+        return self.emit(step, torch.ops.aten.to.dtype, bound, (output,))[0]
+
+    def expand(self, step: Step, ref: Ref, output: TensorSpec) -> Ref:
+        """The value broadcast to the shape of `output`."""
+        if self.specs[ref].shape == output.shape:
+            return ref
+        bound: arguments.Bound = {"self": ref, "size": arguments.shape_arg(output.shape)}
+        return self.emit(step, torch.ops.aten.expand.default, bound, (output,))[0]
+
+    def _lookup(self, node: fx.Node) -> Arg:
+        resolved = self.flat.resolve(node)
+        if not isinstance(resolved, fx.Node):
+            return arguments.arg(resolved, self.sizes, self._lookup)
+        traced = resolved.meta.get("val")
+        if isinstance(traced, torch.SymInt):
+            return arguments.size_arg(self.sizes.size(traced))
+        if isinstance(traced, (torch.SymFloat, torch.SymBool)):
+            raise FixedBatch("the model calculates a number from its batch size")
+        return self.values[resolved]
+
+    def _unique_name(self, name: str) -> str:
+        name = name.rstrip("_") or "op"
+        unique, count = name, 1
+        while unique in self._names:
+            unique, count = f"{name}_{count}", count + 1
+        self._names.add(unique)
+        return unique
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that made the node, in the model's own names."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        if path == PREFIX or path.startswith(f"{PREFIX}."):
+            # a module called again is traced as `name@1`
+            own = str(path).removeprefix(PREFIX).removeprefix(".")
+            return ".".join(part.split("@")[0] for part in own.split("."))
+    return ""
+
+
+def _passes_gradient(op: str) -> bool:
+    return not op.startswith(NO_GRADIENT) and not op.rsplit(".", 1)[0].endswith("_like")

@@ -1,0 +1,247 @@
+"""The command line: what may be asked. What is then done stands in `commands`.
+
+Nothing heavy is imported before a command runs, so that `autopar --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module, metadata
+from typing import NoReturn
+
+from autopar.errors import AutoparError, InputError
+
+_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+_FAILED = 1
+
+_MODEL_HELP = (
+    "a zoo model (see 'autopar zoo'), or package.module:function or path/file.py:function that "
+    "returns (model, batch) or (model, batch, loss_fn)"
+)
+_CLUSTER_HELP = (
+    "local:4 (four CPU processes), auto, 8x8:h100-sxm (8 nodes of 8), groups joined by +, or a "
+    "YAML or JSON file"
+)
+_EPILOG = (
+    "Exit status: 0 done; 1 the answer is no (does not fit, does not match); 2 bad usage or input."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are errors like all others."""
+
+    def __init__(self, **options: object) -> None:
+        formatter = partial(argparse.HelpFormatter, width=100, max_help_position=30)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see '{self.prog} --help'")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit status. Writes results to stdout, all else to stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    as_json = "--json" in arguments
+    try:
+        options = build_parser().parse_args(arguments)
+        # a handler is named, not imported, until it is needed
+        handler = getattr(import_module("autopar.commands"), options.command)
+        status: int = handler(options)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED, "KeyboardInterrupt", as_json=as_json)
+    except BrokenPipeError:
+        # the reader of stdout has gone; nothing is left to say, nor for the interpreter to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except AutoparError as error:
+        if debug:
+            traceback.print_exc()
+        kind = type(error).__name__
+        return _fail(str(error), error.exit_status, kind, as_json=as_json)
+    except Exception as error:
+        hint = "this is a fault of autopar"
+        if debug:
+            traceback.print_exc()
+        else:
+            hint += "; run the command again with --debug for the traceback"
+        kind = type(error).__name__
+        return _fail(f"{kind}: {error} ({hint})", _FAILED, kind, as_json=as_json)
+
+
+def _fail(message: str, status: int, kind: str, *, as_json: bool) -> int:
+    """One message on stderr; with --json also the one object on stdout."""
+    print(f"autopar: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": kind, "message": message}))
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command. `options.command` names the function in `commands`."""
+    parser = _Parser(
+        prog="autopar",
+        description="Plan how to train a PyTorch model on a cluster, and make the program that "
+        "does it.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"autopar {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (summary, arguments) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=_EPILOG
+        )
+        for add in arguments:
+            add(command)
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else on stdout"
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(command=name)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("autopar")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _number(text: str, *, zero: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        least = "of at least 0" if zero else "above 0"
+        raise argparse.ArgumentTypeError(f"expected a number {least}, found {text!r}")
+    return value
+
+
+def _pin(text: str) -> tuple[str, str]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    return key, value
+
+
+Adder = Callable[[argparse.ArgumentParser], object]
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+
+
+def _optional_model(parser: argparse.ArgumentParser) -> None:
+    text = f"{_MODEL_HELP}; default: the model the plan names"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
+
+
+def _checked_model(parser: argparse.ArgumentParser) -> None:
+    text = f"compare the plan with this model: {_MODEL_HELP}"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan file that 'autopar plan -o' wrote")
+
+
+def _two_plans(parser: argparse.ArgumentParser) -> None:
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="a plan file")
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="SPEC", required=True, help=_CLUSTER_HELP)
+
+
+def _given_plan(parser: argparse.ArgumentParser) -> None:
+    text = "run this plan instead of making one; it must fit the model and the cluster"
+    parser.add_argument("--plan", metavar="FILE", help=text)
+
+
+def _steps(parser: argparse.ArgumentParser) -> None:
+    text = "training steps to run (default: %(default)s)"
+    parser.add_argument("--steps", metavar="N", type=_whole, default=10, help=text)
+
+
+def _output_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
+
+
+def _output_folder(parser: argparse.ArgumentParser) -> None:
+    text = "folder to write the program to; made if it is not there"
+    parser.add_argument("-o", "--output", metavar="DIR", required=True, help=text)
+
+
+def _op(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", metavar="NAME", help="explain this op or parameter")
+
+
+def _planning(parser: argparse.ArgumentParser) -> None:
+    """Options of planning; those not given are left to the defaults of `PlanOptions`."""
+    add = parser.add_argument_group("planning").add_argument
+    add("--global-batch", metavar="N", type=_whole, help="samples per training step")
+    add("--seq-len", metavar="N", type=_whole, help="tokens per sample, for models that have them")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+        help="dtype of compute (default: fp32)",
+    )
+    add("--optimizer", metavar="NAME", help="optimizer whose state is planned for (default: adamw)")
+    add(
+        "--pin",
+        metavar="KEY=VALUE",
+        type=_pin,
+        action="append",
+        default=[],
+        help="fix a decision; may be repeated. KEY: pipeline, data, tensor, micro_batches, "
+        "micro_batch, schedule, recompute (none, all), zero (0), weight:NAME (a placement such as "
+        "S(0)), boundary (a module that starts a stage)",
+    )
+    add("--memory-limit", metavar="GIB", type=_number, help="memory of each device to plan for")
+    add("--time-limit", metavar="S", type=_number, help="seconds the search may take (default: 60)")
+    add("--gap", metavar="X", type=partial(_number, zero=True), help="relative gap to stop at")
+    add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
+
+
+COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
+    "plan": (
+        "find the best way to train a model on a cluster",
+        (_model, _cluster, _planning, _output_file),
+    ),
+    "show": ("print a plan as a table", (_plan,)),
+    "explain": ("say why a plan is as it is, and what else was close", (_plan, _op)),
+    "diff": ("say what changed between two plans, and what it costs", (_two_plans,)),
+    "check": ("check that a plan is sound, and fits a model", (_plan, _checked_model)),
+    "codegen": ("write the program of a plan", (_plan, _optional_model, _output_folder)),
+    "verify": (
+        "run a step in parallel and on one device, and compare all results",
+        (_model, _cluster, _given_plan, _planning),
+    ),
+    "train": ("train a model in parallel", (_model, _cluster, _given_plan, _planning, _steps)),
+    "zoo": ("list the models that come with autopar", ()),
+    "hardware": ("list the devices and links that autopar knows", ()),
+}
+"""Each command: what it does, and its arguments. Its handler has its name in `commands`."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

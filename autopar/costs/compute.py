@@ -1,0 +1,136 @@
+"""Time of one op on one device: measured where a profile has it, else a roofline.
+
+    time = max(flops / (peak * efficiency), bytes / (bandwidth * memory efficiency)) + launches
+
+The efficiency of a matrix product falls smoothly with its dims and its total work:
+
+    efficiency = device.matmul_efficiency * shape(m, n, k) / shape(8192, 8192, 8192)
+    shape = s(m) s(n) s(k) * t / (t + ramp),  s(x) = x / (x + half),  t = flops / peak
+
+so that a product of 8192-cubes runs at the efficiency the device was measured at. `half` and
+`ramp` are set by eye to published cuBLAS sweeps (about a third of the peak at 1024-cubes and half
+at 2048-cubes on H100-class devices), not fitted; a profile replaces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.costs.attention import FUSED, attention_kernel, is_attention
+from autopar.costs.flops import Contraction, attention_contractions, contraction, op_flops
+from autopar.costs.local_op import LocalOp
+from autopar.costs.profiles import Profile
+from autopar.costs.traffic import op_traffic
+from autopar.ir.cluster import DeviceSpec
+
+REFERENCE_DIM = 8192
+"""Dim of the square product that `DeviceSpec.matmul_efficiency` holds for."""
+
+VECTOR_EFFICIENCY = 0.5
+"""Share of the float32 peak that pointwise arithmetic reaches."""
+
+FUSED_ATTENTION_EFFICIENCY = 0.6
+"""Share of the peak of fused attention on long sequences: 0.5 to 0.73 on A100 (Dao,
+FlashAttention-2, 2023, figure 4), 0.35 to 0.75 on H100 (FlashAttention-3, 2024, figure 5)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EfficiencyCurve:
+    """How a kind of device loses efficiency on small work.
+
+    A dim of `half_dim` halves it; `ramp_s` is the time a kernel needs to fill and drain the device;
+    `memory` is the share of the bandwidth that kernels reach.
+    """
+
+    half_dim: float
+    ramp_s: float
+    memory: float
+
+
+CURVES: dict[str, EfficiencyCurve] = {
+    "cuda": EfficiencyCurve(half_dim=128.0, ramp_s=2e-6, memory=0.8),
+    "cpu": EfficiencyCurve(half_dim=8.0, ramp_s=1e-6, memory=1.0),
+}
+"""By `DeviceSpec.kind`; other kinds are taken like `cuda`. A CPU's bandwidth is measured, and so
+has its efficiency in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpTime:
+    """Seconds of one op in each pass; `measured` if a profile said so."""
+
+    forward_s: float
+    backward_s: float
+    measured: bool
+
+
+def curve_of(device: DeviceSpec) -> EfficiencyCurve:
+    """The efficiency curve of a device's kind."""
+    return CURVES.get(device.kind, CURVES["cuda"])
+
+
+def matmul_efficiency(product: Contraction, dtype: str, device: DeviceSpec) -> float:
+    """Share of the peak that a matrix product reaches; see the module docstring."""
+    curve, peak = curve_of(device), device.flops(dtype)
+
+    def shape(part: Contraction) -> float:
+        ideal_s = part.flops / peak
+        dims = (part.m, part.n, part.k)
+        saturation = ideal_s / (ideal_s + curve.ramp_s) if ideal_s else 0.0
+        for dim in dims:
+            saturation *= dim / (dim + curve.half_dim)
+        return saturation
+
+    cube = Contraction(m=REFERENCE_DIM, n=REFERENCE_DIM, k=REFERENCE_DIM)
+    return min(1.0, device.matmul_efficiency * shape(product) / shape(cube))
+
+
+def attention_efficiency(op: LocalOp, device: DeviceSpec) -> float:
+    """Share of the peak that attention reaches; fused kernels depend on the work, not on dims."""
+    kernel = attention_kernel(op, op.input_shapes[:3], op.input_dtypes[0], device.kind)
+    if kernel != FUSED:
+        return matmul_efficiency(attention_contractions(op)[0], op.input_dtypes[0], device)
+    ideal_s = op_flops(op).forward_flops / device.flops(op.input_dtypes[0])
+    return FUSED_ATTENTION_EFFICIENCY * ideal_s / (ideal_s + curve_of(device).ramp_s)
+
+
+def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:
+    """Seconds to move `nbytes` through memory in `kernels` kernels (an optimizer step, a cast)."""
+    bandwidth = device.memory_bandwidth_bytes_s * curve_of(device).memory
+    return nbytes / bandwidth + kernels * device.kernel_launch_s
+
+
+def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> OpTime:
+    """Forward and backward time of `op` on `device`.
+
+    The backward time covers the gradients of all inputs marked in `grad_inputs`; price the op with
+    fewer marks to split it (backward for input, backward for weight).
+    """
+    if profile is not None and (times := profile.lookup(op)) is not None:
+        return OpTime(
+            forward_s=times[0], backward_s=times[1] if op.requires_grad else 0.0, measured=True
+        )
+    flops, traffic = op_flops(op), op_traffic(op, device.kind)
+    rate = _flop_rate(op, device)
+
+    def roofline(work: float, nbytes: int, kernels: int) -> float:
+        if not kernels:
+            return 0.0
+        compute_s = work / rate if rate else 0.0
+        return max(compute_s, memory_s(nbytes, device, 0)) + kernels * device.kernel_launch_s
+
+    forward_s = roofline(flops.forward_flops, traffic.forward_bytes, traffic.forward_kernels)
+    backward_s = roofline(flops.backward_flops, traffic.backward_bytes, traffic.backward_kernels)
+    return OpTime(
+        forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0, measured=False
+    )
+
+
+def _flop_rate(op: LocalOp, device: DeviceSpec) -> float:
+    """FLOP/s that `op` reaches; float32 products run at the float32 rate, as torch's default is."""
+    if is_attention(op.name):
+        return device.flops(op.input_dtypes[0]) * attention_efficiency(op, device)
+    if product := contraction(op):
+        dtype = op.output_dtypes[0]
+        return device.flops(dtype) * matmul_efficiency(product, dtype, device)
+    return device.flops("float32") * VECTOR_EFFICIENCY

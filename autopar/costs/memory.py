@@ -1,0 +1,150 @@
+"""Memory of one device as a sum of named terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from autopar.costs.optimizer_state import optimizer_state_bytes
+from autopar.ir.cluster import DeviceSpec
+from autopar.ir.graph import DTYPE_BYTES, TensorSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTerms:
+    """What a device holds at its peak.
+
+    `activations_bytes` are the tensors saved for backward, of all micro-batches in flight;
+    `boundary_bytes` the inputs a stage keeps to recompute or to receive into; `transient_bytes`
+    the working set of the block that runs; `recompute_bytes` what recomputing one block rebuilds;
+    `communication_bytes` gathered parameters and buffers of collectives; `reserve_bytes` what the
+    runtime and the allocator take.
+    """
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    master_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0
+    boundary_bytes: int = 0
+    transient_bytes: int = 0
+    recompute_bytes: int = 0
+    communication_bytes: int = 0
+    reserve_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all terms."""
+        return sum(getattr(self, term.name) for term in fields(self))
+
+    def __add__(self, other: MemoryTerms) -> MemoryTerms:
+        return MemoryTerms(
+            **{
+                term.name: getattr(self, term.name) + getattr(other, term.name)
+                for term in fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Dtypes of trained parameters and their gradients; `master` adds float32 weights."""
+
+    name: str
+    param_dtype: str
+    grad_dtype: str
+    master: bool = False
+
+
+PRECISIONS: dict[str, Precision] = {
+    row.name: row
+    for row in (
+        Precision(name="fp64", param_dtype="float64", grad_dtype="float64"),
+        Precision(name="fp32", param_dtype="float32", grad_dtype="float32"),
+        Precision(name="bf16", param_dtype="bfloat16", grad_dtype="bfloat16", master=True),
+        Precision(name="fp16", param_dtype="float16", grad_dtype="float16", master=True),
+    )
+}
+"""With Adam: 32, 16, 2 + 2 + 4 + 8 and 2 + 2 + 4 + 8 bytes a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What decides the state of a parameter: precision and optimizer (class name, options)."""
+
+    precision: Precision
+    optimizer: str = "adamw"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of one parameter's state."""
+
+    weights: int
+    gradients: int = 0
+    master: int = 0
+    optimizer: int = 0
+
+    @property
+    def terms(self) -> MemoryTerms:
+        """The same as memory terms."""
+        return MemoryTerms(
+            weights_bytes=self.weights,
+            gradients_bytes=self.gradients,
+            master_bytes=self.master,
+            optimizer_bytes=self.optimizer,
+        )
+
+
+def state_bytes(numel_local: int, trainable: bool, dtype: str, training: Training) -> StateBytes:
+    """State of a parameter or buffer of `numel_local` local elements, `dtype` as captured.
+
+    A frozen parameter has weights only, is never widened, and may be narrowed to the precision's
+    dtype; integers keep their dtype.
+    """
+    precision = training.precision
+    floating = TensorSpec(shape=(), dtype=dtype).is_floating
+    if not (trainable and floating):
+        kept = [DTYPE_BYTES[dtype], *([DTYPE_BYTES[precision.param_dtype]] if floating else [])]
+        return StateBytes(weights=numel_local * min(kept))
+    return StateBytes(
+        weights=numel_local * DTYPE_BYTES[precision.param_dtype],
+        gradients=numel_local * DTYPE_BYTES[precision.grad_dtype],
+        master=numel_local * DTYPE_BYTES["float32"] * precision.master,
+        optimizer=optimizer_state_bytes(
+            training.optimizer,
+            training.optimizer_kwargs,
+            numel_local,
+            precision.param_dtype,
+            master=precision.master,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve:
+    """`fixed_bytes` plus `fraction` of the device's memory is not available to the program."""
+
+    fixed_bytes: int
+    fraction: float
+    why: str
+
+
+RESERVES: dict[str, Reserve] = {
+    "cuda": Reserve(
+        fixed_bytes=3 * GIB // 2,
+        fraction=0.04,
+        why="CUDA context and library workspaces 1 GiB, NCCL channels 0.5 GiB; 4 % fragmentation",
+    ),
+    "cpu": Reserve(fixed_bytes=0, fraction=0.0, why="the limit is the program's own"),
+}
+"""By `DeviceSpec.kind`; other kinds are taken like `cuda`."""
+
+
+def reserve_bytes(device: DeviceSpec) -> int:
+    """Memory of `device` that a program cannot use."""
+    reserve = RESERVES.get(device.kind, RESERVES["cuda"])
+    return reserve.fixed_bytes + int(reserve.fraction * device.memory_bytes)

@@ -1,0 +1,90 @@
+"""Bytes an optimizer keeps per parameter, and moves in one step.
+
+`OPTIMIZERS` is a table from the lower-case class name to the number of full-size states, which may
+depend on options. Scalars such as Adam's step count are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import DTYPE_BYTES
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerRow:
+    """`states(options)` tensors as large as the parameter, in the dtype of what is updated."""
+
+    states: Callable[[Options], int]
+
+
+def _always(count: int) -> OptimizerRow:
+    return OptimizerRow(states=lambda _: count)
+
+
+def _plus_flags(count: int, *flags: str) -> OptimizerRow:
+    """One more state for every option of `flags` that is set (not False and not 0)."""
+    return OptimizerRow(states=lambda options: count + sum(bool(options.get(f)) for f in flags))
+
+
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "adam": _plus_flags(2, "amsgrad"),
+    "adamw": _plus_flags(2, "amsgrad"),
+    "sparseadam": _always(2),
+    "nadam": _always(2),
+    "radam": _always(2),
+    "adamax": _always(2),
+    "lamb": _always(2),
+    "adadelta": _always(2),
+    "rprop": _always(2),
+    "sgd": _plus_flags(0, "momentum"),
+    "adagrad": _always(1),
+    "rmsprop": _plus_flags(1, "momentum", "centered"),
+    "asgd": _always(1),
+    "lion": _always(1),
+    "muon": _always(1),
+}
+
+ASSUMED_STATES = 2
+"""States, in float32, of an optimizer that is not in the table."""
+
+
+def optimizer_row(name: str) -> OptimizerRow | None:
+    """The row of an optimizer by class name, with or without its module; None if there is none."""
+    return OPTIMIZERS.get(name.rsplit(".", 1)[-1].lower())
+
+
+def optimizer_note(name: str) -> str | None:
+    """What a plan should say where the state of an optimizer is a guess; None where it is known."""
+    if optimizer_row(name):
+        return None
+    return f"optimizer {name} is not known: {ASSUMED_STATES} float32 states a parameter assumed"
+
+
+def optimizer_state_bytes(
+    name: str, kwargs: Options, numel: int, dtype: str, *, master: bool = False
+) -> int:
+    """Bytes of state for `numel` elements of a parameter of `dtype`.
+
+    With `master` weights the optimizer updates those, and its states are float32 too.
+    """
+    row = optimizer_row(name)
+    if row is None:
+        return ASSUMED_STATES * numel * DTYPE_BYTES["float32"]
+    return row.states(kwargs) * numel * DTYPE_BYTES["float32" if master else dtype]
+
+
+def optimizer_step_bytes(
+    name: str, kwargs: Options, numel: int, dtype: str, grad_dtype: str, *, master: bool = False
+) -> int:
+    """Bytes one fused step moves: gradients read; weights and states read and written; with
+    master weights those read and written, and the weights written.
+    """
+    state = 2 * optimizer_state_bytes(name, kwargs, numel, dtype, master=master)
+    weights = numel * DTYPE_BYTES[dtype]
+    updated = 2 * numel * DTYPE_BYTES["float32"] + weights if master else 2 * weights
+    return numel * DTYPE_BYTES[grad_dtype] + updated + state

@@ -1,0 +1,364 @@
+"""The plan as plain text for a reviewer, and as a short JSON object for a program.
+
+Both are functions of the plan alone. `check_plan` comes first: they take a sound plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from autopar.ir.collective import Collective
+from autopar.plan.plan import Candidate, Certificate, Plan, StagePlan, Terms
+from autopar.plan.techniques import techniques, variant_parameters
+from autopar.plan.text import (
+    amount,
+    columns,
+    decimals,
+    duration,
+    number,
+    page,
+    percent,
+    plural,
+    section,
+    size_unit,
+    spans,
+    time_unit,
+)
+
+
+def plan_table(plan: Plan) -> str:
+    """The whole plan: setup, stages, memory, layouts, collectives, prediction, certificate."""
+    return page(
+        [
+            _header(plan),
+            section("Techniques", "\n".join(techniques(plan))),
+            _stages(plan),
+            _memory(plan),
+            section("Parameters", _parameters(plan)),
+            section("Collectives per step and rank", _collectives(plan)),
+            section("Prediction", _prediction(plan)),
+            section("Certificate", certificate_text(plan.certificate)),
+            section("Runners-up", runners_up_text(plan)),
+            section("Pins", pins_text(plan)),
+            section("Notes", "\n".join(plan.notes)),
+        ]
+    )
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """The figures of the plan that a program is likely to read; JSON data."""
+    certificate = plan.certificate
+    return {
+        "model": plan.model.name,
+        "parameters": parameter_count(plan),
+        "cluster": plan.cluster.spec,
+        "devices": plan.num_devices,
+        "global_batch": plan.training.global_batch,
+        "precision": plan.training.precision,
+        "optimizer": plan.training.optimizer,
+        "pipeline": plan.pipeline,
+        "axes": {axis.name: axis.size for axis in plan.axes},
+        "micro_batch": plan.training.micro_batch,
+        "micro_batches": plan.training.micro_batches,
+        "schedule": plan.schedule,
+        "techniques": list(techniques(plan)),
+        "stages": [_stage_summary(stage) for stage in plan.stages],
+        "step_s": plan.prediction.step_s,
+        "samples_per_s": plan.prediction.samples_per_s,
+        "tokens_per_s": tokens_per_s(plan),
+        "bubble_fraction": plan.prediction.bubble_fraction,
+        "peak_bytes": plan.prediction.peak_bytes,
+        "status": certificate.status,
+        "bound_s": certificate.bound_s,
+        "gap": certificate.gap,
+        "pins": [{"key": pin.key, "value": pin.value, "cost_s": pin.cost_s} for pin in plan.pins],
+        "notes": list(plan.notes),
+    }
+
+
+def grid_text(plan: Plan) -> str:
+    """`pipeline 2 x data 2 x tensor 2, 8 micro-batches of 2, schedule 1f1b`."""
+    degrees = [("pipeline", plan.pipeline), *((axis.name, axis.size) for axis in plan.axes)]
+    shape = " x ".join(f"{name} {size}" for name, size in degrees)
+    training = plan.training
+    batches = plural(training.micro_batches, "micro-batch")
+    return f"{shape}, {batches} of {training.micro_batch}, schedule {plan.schedule}"
+
+
+def parameter_count(plan: Plan) -> int:
+    """Elements of all parameters, tied ones once; buffers do not count."""
+    sizes = {
+        parameter.fqn: prod(parameter.shape)
+        for stage in plan.stages
+        for parameter in stage.parameters
+        if not parameter.buffer
+    }
+    return sum(sizes.values())
+
+
+def sequence_length(plan: Plan) -> int | None:
+    """Tokens of a sample: the second dim of an integer input of samples by positions, if any."""
+    for entry in plan.model.inputs:
+        shape = entry.shape
+        if entry.dtype in ("int64", "int32") and len(shape) == 2 and not shape[1].is_batch:
+            return shape[1].const
+    return None
+
+
+def tokens_per_s(plan: Plan) -> float | None:
+    """Predicted tokens per second; None for a model without tokens."""
+    length = sequence_length(plan)
+    return None if length is None else plan.prediction.samples_per_s * length
+
+
+def peak_bytes(stage: StagePlan) -> float:
+    """What a rank of the stage needs."""
+    return sum(figure for _, figure in stage.memory_bytes)
+
+
+def certificate_text(certificate: Certificate) -> str:
+    """How good the plan is known to be, in words."""
+    c = certificate
+    return "\n".join(
+        [
+            f"{c.status}: objective {duration(c.objective_s)}, proven bound {duration(c.bound_s)}, "
+            f"gap {percent(c.gap)}",
+            f"{plural(c.grids, 'grid')}: {c.solved} solved, {c.pruned} pruned by their bound",
+            f"searched: {c.space}",
+        ]
+    )
+
+
+def runners_up_text(plan: Plan) -> str:
+    """The grids that came next, each with its difference to the plan or why it is out."""
+    header = ("pipeline", "data", "tensor", "micro-batch", "schedule", "step", "difference", "")
+    rows = [_candidate(candidate, plan) for candidate in plan.certificate.runners_up]
+    return columns(header, rows, left=0) if rows else ""
+
+
+def pins_text(plan: Plan) -> str:
+    """What the user fixed, and what it costs a step against the free optimum."""
+    lines = []
+    for pin in plan.pins:
+        price = "cost not known" if pin.cost_s is None else _price(pin.cost_s)
+        lines.append(f"{pin.key}={pin.value}: {price}")
+    return "\n".join(lines)
+
+
+def _price(cost_s: float) -> str:
+    return f"costs {duration(cost_s)} a step" if cost_s else "costs nothing"
+
+
+def _candidate(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
+    step, difference = "", ""
+    if candidate.step_s is not None:
+        step = duration(candidate.step_s)
+        best = plan.prediction.step_s
+        difference = f"{(candidate.step_s - best) / best:+.1%}" if best else ""
+    degrees = (candidate.pipeline, candidate.data, candidate.tensor, candidate.micro_batch)
+    return (*map(str, degrees), candidate.schedule, step, difference, candidate.verdict)
+
+
+def _header(plan: Plan) -> str:
+    training = plan.training
+    length = sequence_length(plan)
+    tokens = "" if length is None else f", {length} tokens each"
+    rows = [
+        ("model", f"{plan.model.name}, {number(parameter_count(plan))} parameters"),
+        ("cluster", f"{plan.cluster.spec}, {plan.num_devices} of {_devices(plan)} used"),
+        (
+            "training",
+            f"global batch {training.global_batch}{tokens}, precision {training.precision}, "
+            f"optimizer {training.optimizer}",
+        ),
+        ("grid", grid_text(plan)),
+        ("step", _step(plan)),
+    ]
+    return columns(*_split(rows), left=2)
+
+
+def _devices(plan: Plan) -> str:
+    return plural(plan.cluster.num_devices, "device")
+
+
+def _split(rows: list[tuple[str, str]]) -> tuple[tuple[str, str], list[tuple[str, str]]]:
+    """Rows without a header, for `columns`."""
+    return rows[0], rows[1:]
+
+
+def _step(plan: Plan) -> str:
+    prediction = plan.prediction
+    tokens = tokens_per_s(plan)
+    rate = "" if tokens is None else f", {number(tokens)} tokens/s"
+    return (
+        f"predicted {duration(prediction.step_s)}, {number(prediction.samples_per_s)} samples/s"
+        f"{rate}, bubble {percent(prediction.bubble_fraction)}"
+    )
+
+
+def _stages(plan: Plan) -> str:
+    names = _term_names([stage.time_s for stage in plan.stages])
+    scale, unit = time_unit(figure for stage in plan.stages for _, figure in stage.time_s)
+    figures = _figures([stage.time_s for stage in plan.stages], names, scale)
+    header = ("stage", "modules", "ranks", "blocks", "recompute", "in flight", "parameters")
+    rows = [
+        (
+            str(stage.index),
+            _modules(stage),
+            spans(stage.ranks),
+            spans(block.index for block in stage.blocks),
+            _recompute(stage),
+            str(stage.in_flight),
+            number(sum(prod(p.shape) for p in stage.parameters if not p.buffer)),
+            *times,
+        )
+        for stage, times in zip(plan.stages, figures, strict=True)
+    ]
+    title = f"Stages (times in {unit}: per micro-batch; gradient sync and optimizer per step)"
+    return section(title, columns((*header, *_labels(names)), rows, left=4))
+
+
+def _modules(stage: StagePlan) -> str:
+    """Module paths of the blocks, runs of numbered ones shortened: `embed, layers.0-2`."""
+    parts = []
+    paths = [block.module_path for block in stage.blocks if block.module_path]
+    split = [_numbered(path) for path in dict.fromkeys(paths)]
+    for prefix, group in groupby(split, key=lambda item: item[0]):
+        parts.append(prefix + spans(last for _, last in group if last is not None))
+    return ", ".join(parts)
+
+
+def _numbered(path: str) -> tuple[str, int | None]:
+    """`("layers.", 3)` of `layers.3`; `(path, None)` of another path."""
+    prefix, dot, last = path.rpartition(".")
+    return (prefix + dot, int(last)) if last.isdecimal() else (path, None)
+
+
+def _recompute(stage: StagePlan) -> str:
+    count = sum(block.recompute for block in stage.blocks)
+    return "all" if count == len(stage.blocks) else str(count) if count else "none"
+
+
+def _memory(plan: Plan) -> str:
+    scale, unit = size_unit(stage.memory_limit_bytes for stage in plan.stages)
+    terms = [
+        (*stage.memory_bytes, ("total", peak_bytes(stage)), ("limit", stage.memory_limit_bytes))
+        for stage in plan.stages
+    ]
+    names = [*_term_names([stage.memory_bytes for stage in plan.stages]), "total", "limit"]
+    rows = [
+        (str(stage.index), *figures, percent(peak_bytes(stage) / stage.memory_limit_bytes))
+        for stage, figures in zip(plan.stages, _figures(terms, names, scale), strict=True)
+    ]
+    return section(f"Memory per rank ({unit})", columns(("stage", *_labels(names), "used"), rows))
+
+
+def _term_names(terms: list[Terms]) -> list[str]:
+    """Names of all terms, in order of first appearance."""
+    return list(dict.fromkeys(name for item in terms for name, _ in item))
+
+
+def _labels(names: list[str]) -> tuple[str, ...]:
+    return tuple(name.replace("_", " ") for name in names)
+
+
+def _figures(terms: Sequence[Terms], names: list[str], scale: float) -> list[tuple[str, ...]]:
+    """The terms of each row by name, in one unit and with the same number of decimals."""
+    places = decimals(max((figure for row in terms for _, figure in row), default=0) / scale)
+    return [
+        tuple(f"{row[name] / scale:.{places}f}" if name in row else "-" for name in names)
+        for row in map(dict, terms)
+    ]
+
+
+def _parameters(plan: Plan) -> str:
+    axes = [axis.name for axis in plan.axes]
+    rows = [
+        (
+            row.variant or "-",
+            row.name,
+            f"x{row.count}",
+            str(list(row.parameter.shape)),
+            row.parameter.dtype,
+            *map(str, row.parameter.layout),
+            _remarks(row.parameter.tied, row.parameter.shard_sizes, row.parameter.trainable),
+        )
+        for row in variant_parameters(plan)
+    ]
+    header = ("variant", "parameter", "count", "shape", "dtype", *axes, "")
+    return columns(header, rows, left=len(header)) if rows else ""
+
+
+def _remarks(tied: tuple[str, ...], shard_sizes: tuple[int, ...], trainable: bool) -> str:
+    remarks = [] if trainable else ["not trained"]
+    if tied:
+        remarks.append(f"tied to {', '.join(tied)}")
+    if shard_sizes:
+        remarks.append(f"shards of {', '.join(map(str, shard_sizes))}")
+    return "; ".join(remarks)
+
+
+def collective_totals(
+    collectives: tuple[Collective, ...],
+) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """By op, axes and phase: how many a step and rank, and their bytes together."""
+    totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for item in collectives:
+        key = (item.op.value, " x ".join(item.axes), item.phase)
+        count, nbytes = totals.get(key, (0, 0))
+        totals[key] = (count + item.count, nbytes + item.count * item.nbytes)
+    return totals
+
+
+def _collectives(plan: Plan) -> str:
+    header = ("stages", "collective", "axis", "phase", "count", "tensor", "total")
+    rows = [
+        (where, op, axes, phase, str(count), amount(nbytes / count), amount(nbytes))
+        for where, totals in _collective_groups(plan)
+        for (op, axes, phase), (count, nbytes) in totals.items()
+    ]
+    return columns(header, rows, left=4) if rows else ""
+
+
+def _collective_groups(
+    plan: Plan,
+) -> Iterator[tuple[str, dict[tuple[str, str, str], tuple[int, int]]]]:
+    """Totals per run of stages that have the same, then those of the plan as a whole."""
+    totals = [(stage.index, collective_totals(stage.collectives)) for stage in plan.stages]
+    for found, group in groupby(totals, key=lambda item: item[1]):
+        yield spans(index for index, _ in group), found
+    yield "between", collective_totals(plan.collectives)
+
+
+def _prediction(plan: Plan) -> str:
+    prediction = plan.prediction
+    rows = [
+        (name, duration(figure), percent(figure / prediction.step_s) if prediction.step_s else "")
+        for name, figure in prediction.time_s
+    ]
+    rows.append(("step", duration(prediction.step_s), ""))
+    lines = [columns(("critical path", "time", "share"), rows)]
+    lines.append(f"peak memory {amount(prediction.peak_bytes)} on stage {prediction.peak_stage}")
+    if prediction.priced_ops or prediction.measured_ops:
+        total = prediction.priced_ops + prediction.measured_ops
+        lines.append(
+            f"op times: {prediction.measured_ops} of {total} from measurement, the others priced"
+        )
+    return "\n".join(lines)
+
+
+def _stage_summary(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "index": stage.index,
+        "ranks": list(stage.ranks),
+        "blocks": [block.index for block in stage.blocks],
+        "recompute": [block.index for block in stage.blocks if block.recompute],
+        "parameters": sum(prod(p.shape) for p in stage.parameters if not p.buffer),
+        "time_s": dict(stage.time_s),
+        "memory_bytes": dict(stage.memory_bytes),
+        "peak_bytes": peak_bytes(stage),
+        "memory_limit_bytes": stage.memory_limit_bytes,
+    }

@@ -1,0 +1,195 @@
+"""What the layouts of a plan amount to, in the names the field uses.
+
+Nothing here decides anything: data, tensor, sequence and pipeline parallelism are placements that
+the search chose, and this module recognises them. An op is known by the stem of its node's name
+(`linear_3` is a `linear`), a weight by its place in the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
+from autopar.plan.check import shared_parameters
+from autopar.plan.plan import NodeChoice, ParameterPlan, Plan
+from autopar.plan.text import plural
+
+_MATMULS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "einsum"})
+_EMBEDDINGS = frozenset({"embedding"})
+_NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm"})
+_ATTENTION = frozenset({"scaled_dot_product_attention"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantParameter:
+    """A parameter of all blocks that a variant runs, by its name inside the block's module.
+
+    `variant` is empty for a parameter that lies in no block's module; `count` is of parameters.
+    """
+
+    variant: str
+    name: str
+    parameter: ParameterPlan
+    count: int
+
+
+def techniques(plan: Plan) -> tuple[str, ...]:
+    """One line per technique the plan uses, from the outermost degree to the innermost."""
+    return tuple(_techniques(plan))
+
+
+def variant_parameters(plan: Plan) -> tuple[VariantParameter, ...]:
+    """Parameters of the plan, those of equal blocks (same place, shape and layout) as one."""
+    rows: Counter[tuple[str, str, tuple[int, ...], Layout]] = Counter()
+    first: dict[tuple[str, str, tuple[int, ...], Layout], ParameterPlan] = {}
+    seen: set[str] = set()
+    for stage in plan.stages:
+        variants = {block.module_path: block.variant for block in stage.blocks}
+        for parameter in stage.parameters:
+            if parameter.fqn not in seen:
+                seen.add(parameter.fqn)
+                variant, name = _place(parameter.fqn, variants)
+                key = (variant, name, parameter.shape, parameter.layout)
+                rows[key] += 1
+                first.setdefault(key, parameter)
+    return tuple(
+        VariantParameter(variant=key[0], name=key[1], parameter=first[key], count=count)
+        for key, count in rows.items()
+    )
+
+
+def op_stem(node: str) -> str:
+    """The op a node's name is made from: `linear` of `linear_3`."""
+    return re.sub(r"(_\d+)+$", "", node)
+
+
+def _place(fqn: str, variants: dict[str, str]) -> tuple[str, str]:
+    """The variant of the innermost block module around a parameter, and the rest of its name."""
+    path = fqn
+    while "." in path:
+        path = path.rsplit(".", 1)[0]
+        if path in variants:
+            return variants[path], fqn[len(path) + 1 :]
+    return "", fqn
+
+
+def _techniques(plan: Plan) -> Iterator[str]:
+    training = plan.training
+    if plan.pipeline > 1:
+        yield f"pipeline parallelism over {plan.pipeline} stages ({plan.schedule})"
+    elif training.micro_batches > 1:
+        yield f"gradient accumulation over {training.micro_batches} micro-batches"
+    for index, axis in enumerate(plan.axes):
+        if axis.size > 1:
+            yield from _axis_techniques(plan, index)
+    recomputed = sum(block.recompute for stage in plan.stages for block in stage.blocks)
+    if recomputed:
+        blocks = sum(len(stage.blocks) for stage in plan.stages)
+        yield f"activation recomputation in {recomputed} of {plural(blocks, 'block')}"
+    for fqn, stages in shared_parameters(plan).items():
+        parameter = next(p for stage in plan.stages for p in stage.parameters if p.fqn == fqn)
+        if parameter.trainable:
+            yield (
+                f"{fqn} on stages {', '.join(map(str, stages))}, its gradients summed between them"
+            )
+
+
+def _axis_techniques(plan: Plan, index: int) -> Iterator[str]:
+    axis = plan.axes[index]
+    weights = [p for stage in plan.stages for p in stage.parameters if len(p.layout) > index]
+    if not any(isinstance(p.layout[index], Shard) for p in weights):
+        outputs = {layout[index] for c in _choices(plan) for layout in c.outputs}
+        samples = Shard(0) in outputs
+        kind = "data parallelism" if samples else "replication"
+        yield f"{kind} over {axis.name} {axis.size}: parameters replicated, gradients summed"
+        return
+    yield from _tensor_parallelism(plan, index)
+    yield from _activations(plan, index)
+    names = _replicated_weights(plan, index)
+    if names:
+        yield f"replicated over {axis.name}: {', '.join(names)}"
+
+
+def _tensor_parallelism(plan: Plan, index: int) -> Iterator[str]:
+    """Column- and row-parallel matmuls (Megatron-LM), parallel embeddings, split heads."""
+    axis = plan.axes[index]
+    found: Counter[str] = Counter()
+    runs = Counter(block.variant for stage in plan.stages for block in stage.blocks)
+    for variant in plan.variants:
+        for choice in variant.choices:
+            name = _op_technique(choice, index)
+            if name:
+                found[name] += runs[variant.name]
+    listed = ", ".join(f"{name} x{count}" for name, count in sorted(found.items()))
+    if not listed:
+        sharded = Counter(
+            f"{row.name} {row.parameter.layout[index]}"
+            for row in variant_parameters(plan)
+            if isinstance(row.parameter.layout[index], Shard)
+        )
+        listed = ", ".join(sorted(sharded))
+    yield f"tensor parallelism over {axis.name} {axis.size}: {listed}"
+
+
+def _op_technique(choice: NodeChoice, index: int) -> str:
+    """What an op does on one axis; empty where it is none of the well-known forms."""
+    stem = op_stem(choice.node)
+    inputs = [layout[index] for layout in choice.inputs]
+    outputs = [layout[index] for layout in choice.outputs]
+    if not outputs:
+        return ""
+    summed = isinstance(outputs[0], Partial)
+    if stem in _EMBEDDINGS and inputs and isinstance(inputs[0], Shard):
+        return "vocabulary-parallel embedding" if summed else "hidden-parallel embedding"
+    if stem in _MATMULS:
+        return _matmul_technique(inputs, outputs[0])
+    if stem in _ATTENTION and inputs and all(p == Shard(1) for p in inputs[:3]):
+        return "attention split by heads"
+    return ""
+
+
+def _matmul_technique(inputs: list[Placement], output: Placement) -> str:
+    if isinstance(output, Partial) and sum(isinstance(p, Shard) for p in inputs) >= 2:
+        return "row-parallel linear"
+    whole = any(isinstance(p, Replicate) for p in inputs)
+    if isinstance(output, Shard) and output.dim > 0 and whole:
+        return "column-parallel linear"
+    return ""
+
+
+def _activations(plan: Plan, index: int) -> Iterator[str]:
+    name = plan.axes[index].name
+    norms = [choice for choice in _choices(plan) if op_stem(choice.node) in _NORMS]
+    if any(choice.outputs and choice.outputs[0][index] == Shard(1) for choice in norms):
+        yield f"sequence parallelism over {name}: norms run on shards of the sequence"
+        return
+    scattered = any(
+        item.op is CollectiveOp.REDUCE_SCATTER and item.phase == "forward" and name in item.axes
+        for stage in plan.stages
+        for item in stage.collectives
+    )
+    if scattered:
+        yield f"activations scattered over {name} between ops (reduce-scatter, all-gather)"
+
+
+def _replicated_weights(plan: Plan, index: int) -> list[str]:
+    """Matrices that every rank of a tensor-parallel axis holds whole, as key-value projections
+    with fewer heads than ranks are."""
+    return sorted(
+        {
+            row.name
+            for row in variant_parameters(plan)
+            if row.parameter.trainable
+            and len(row.parameter.shape) > 1
+            and not isinstance(row.parameter.layout[index], Shard)
+        }
+    )
+
+
+def _choices(plan: Plan) -> Iterator[NodeChoice]:
+    for variant in plan.variants:
+        yield from variant.choices

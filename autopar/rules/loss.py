@@ -1,0 +1,82 @@
+"""Losses: sums or means over elements, and the cross entropy over a split vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import DTYPE_BYTES
+from autopar.ir.strategy import InnerCollective
+from autopar.rules.index_expr import LOCAL, IndexExpr, Kernel, Op
+from autopar.rules.letters import align, name_dims, sizes_of
+from autopar.rules.reduction import PARTIAL_MEAN
+from autopar.rules.registry import register
+
+_NONE, _MEAN = 0, 1  # at::Reduction; 2 is sum
+
+
+def _vocab_cross_entropy(op: Op) -> Kernel:
+    """Two all-reduces of one number per token: the largest logit and the sum of exponentials.
+
+    The picked logit stays on the rank that has it and the log-sum-exp counts on the first rank
+    only, so the loss is a partial sum; backward needs no communication.
+    """
+    logits = op.inputs[0].dtype
+    dtype = logits if DTYPE_BYTES[logits] >= DTYPE_BYTES["float32"] else "float32"
+    reduce = InnerCollective(op=CollectiveOp.ALL_REDUCE, phase="forward", like_input=1, dtype=dtype)
+    return Kernel(name="vocab_cross_entropy", collectives=(reduce, reduce))
+
+
+@register("autopar.cross_entropy_sum")
+def _cross_entropy_sum(op: Op) -> IndexExpr:
+    """`logits[n, v, ...], target[n, ...] -> sum of the losses`; the classes are dim 1, as in torch."""
+    shape = op.inputs[0].shape
+    classes = min(1, len(shape) - 1)
+    dims = name_dims(shape)
+    tokens = (*dims[:classes], *dims[classes + 1 :])
+    dims = (*dims[:classes], ("v",), *dims[classes + 1 :])
+    return IndexExpr(
+        inputs=(dims, tokens),
+        outputs=((),),
+        sizes=sizes_of((dims, shape)),
+        kernels={"v": _vocab_cross_entropy(op)},
+    )
+
+
+@register("autopar.count_valid")
+def _count_valid(op: Op) -> IndexExpr:
+    shape = op.inputs[0].shape
+    dims = name_dims(shape)
+    return IndexExpr(inputs=(dims,), outputs=((),), sizes=sizes_of((dims, shape)))
+
+
+@register("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.ctc_loss")
+def _normalised(op: Op) -> None:
+    """The mean over valid labels of a share is no share of the mean: left whole."""
+
+
+def _elementwise_loss(position: int) -> Callable[[Op], IndexExpr]:
+    """Rule of a loss with its `reduction` argument at `position`."""
+
+    def rule(op: Op) -> IndexExpr:
+        reduction = op.integer(position, "reduction", _MEAN)
+        shape = op.inputs[0].shape
+        dims = name_dims(shape)
+        sizes = sizes_of((dims, shape))
+        kernel = PARTIAL_MEAN if reduction == _MEAN else LOCAL
+        return IndexExpr(
+            inputs=tuple(align(spec.shape, dims, sizes) for spec in op.inputs),
+            outputs=(dims if reduction == _NONE else (),),
+            sizes=sizes,
+            kernels=dict.fromkeys(sizes, kernel),
+        )
+
+    return rule
+
+
+register("aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div")(
+    _elementwise_loss(2)
+)
+register("aten.soft_margin_loss")(_elementwise_loss(2))
+register("aten.binary_cross_entropy")(_elementwise_loss(3))
+register("aten.binary_cross_entropy_with_logits")(_elementwise_loss(4))

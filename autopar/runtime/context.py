@@ -1,0 +1,31 @@
+"""What a stage's code knows about the step it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.runtime.axes import AxisGroup
+from autopar.runtime.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """One micro-batch of one step, on one rank.
+
+    `axes` has every axis of the stage's mesh, those of one rank too. `batch` counts the samples
+    this rank holds of the micro-batch, `sample_offset` is the position of the first of them among
+    the `global_batch` samples of the step. `deferred`, where the schedule splits the backward,
+    collects the weight gradients that its weight action computes.
+    """
+
+    axes: Mapping[str, AxisGroup]
+    batch: int
+    global_batch: int
+    sample_offset: int = 0
+    micro_batch: int = 0
+    seed: int = 0
+    step: int = 0
+    training: bool = True
+    recorder: Recorder = field(default_factory=Recorder)
+    deferred: list[Callable[[], None]] | None = None

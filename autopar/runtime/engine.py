@@ -1,0 +1,96 @@
+"""A step from batch to gradients: check, cut, run, add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autopar.runtime.axes import World
+from autopar.runtime.buckets import DEFAULT_CAP_BYTES
+from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
+from autopar.runtime.executor import (
+    DATA_AXIS,
+    Executor,
+    StepData,
+    StepResult,
+    forward_only,
+    share_loss,
+)
+from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.program import StageProgram
+from autopar.runtime.sync import GradientSync
+from autopar.schedules.action import Schedule
+
+
+class Engine:
+    """One rank of a parallel model. All methods are collective: every rank calls them alike.
+
+    `train` and `evaluate` are the stage programs of this rank in either mode; without the latter
+    `eval_step` runs the former with dropout off. Process groups give up after their timeout, so a
+    rank whose neighbour fails or never comes raises within that time.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        store: ParameterStore,
+        train: Sequence[StageProgram],
+        evaluate: Sequence[StageProgram] | None = None,
+        schedule: Schedule,
+        inputs: Sequence[InputSpec],
+        constants: Mapping[str, object] | None = None,
+        seed: int = 0,
+        bucket_cap_bytes: int = DEFAULT_CAP_BYTES,
+    ) -> None:
+        self.world, self.store, self.seed = world, store, seed
+        self.step = 0
+        self._inputs, self._constants = tuple(inputs), constants
+        self._micro_batches = schedule.num_micro_batches
+        weights = {stage: store.weights(stage) for stage in world.stages}
+        self._train = Executor(world, train, weights, schedule)
+        programs = train if evaluate is None else evaluate
+        self._evaluate = Executor(world, programs, weights, forward_only(schedule))
+        self._sync = GradientSync(store, bucket_cap_bytes)
+
+    def train_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
+        """Forward and backward of a whole batch; the loss (float64), on every rank.
+
+        Every rank gives the same batch. Gradients of the loss are added to `.grad`, complete on
+        every rank, unless `accumulate` leaves that to a later call. Each call counts as one step
+        for dropout. Raises InputError for a batch unlike the captured one, on every rank and before
+        anything is sent, and RuntimeFailure where the program fails.
+        """
+        data = self._data(batch, training=True)
+        self._sync.begin()
+        try:
+            result = self._train.run(data)
+        except Exception:
+            self._sync.discard()
+            raise
+        self._sync.finish(accumulate=accumulate)
+        self.step += 1
+        return share_loss(result, self.world)
+
+    def eval_step(self, batch: Any) -> tuple[Tensor, StepResult]:
+        """Forward only: the loss on every rank, and this rank's part of the outputs."""
+        result = self._evaluate.run(self._data(batch, training=False))
+        return share_loss(result, self.world), result
+
+    def _data(self, batch: Any, *, training: bool) -> StepData:
+        tensors, samples = check_batch(batch, self._inputs, self._constants)
+        axis = self.world.meshes[self.world.stages[0]].axes.get(DATA_AXIS)
+        size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
+        spans = micro_batch_spans(samples, self._micro_batches, size, rank)
+        return StepData(
+            inputs=tuple(
+                slice_batch(tensors, self._inputs, span, self.world.device) for span in spans
+            ),
+            spans=spans,
+            samples=samples,
+            seed=self.seed,
+            step=self.step,
+            training=training,
+        )

@@ -1,0 +1,342 @@
+"""Runs this rank's action list: the one that was validated and simulated.
+
+Activations live from a forward to its backward. A value from another stage enters autograd as a
+leaf, whose gradient goes back where its `BoundarySpec` says that one is needed. A rank that fails
+raises at once; its end closes its connections, which ends the others, at the latest after the
+timeout of the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar.errors import PlanMismatch, RuntimeFailure
+from autopar.runtime import primitives
+from autopar.runtime.axes import BACKWARD, FORWARD, World
+from autopar.runtime.channels import Channels
+from autopar.runtime.context import StepContext
+from autopar.runtime.data import Span
+from autopar.runtime.program import BoundarySpec, Named, StageProgram, Tensors
+from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.lower import insert_communication
+
+DATA_AXIS = "data"
+_K = ActionKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepData:
+    """What one step runs on: this rank's slice and span of each micro-batch."""
+
+    inputs: tuple[Mapping[str, Tensor], ...]
+    spans: tuple[Span, ...]
+    samples: int
+    seed: int
+    step: int
+    training: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """This rank's part of a step: the sum of its loss contributions (float64; None unless it runs
+    the last stage), and the outputs of each micro-batch that has samples."""
+
+    loss: Tensor | None = None
+    outputs: dict[int, Tensors] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a forward leaves for its backward."""
+
+    received: Tensors
+    outputs: Tensors
+
+
+_Where = tuple[int, str, int]
+"""Stage, direction, micro-batch."""
+
+
+class Executor:
+    """One rank of a pipeline. `stages` and `weights` are those of `world.stages`.
+
+    `schedule` may or may not have its communication spelled out. Raises PlanMismatch where the
+    schedule places stages on other ranks than the world does.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        stages: Sequence[StageProgram],
+        weights: Mapping[int, Named],
+        schedule: Schedule,
+    ) -> None:
+        self.world = world
+        self.stages = {stage.index: stage for stage in stages}
+        self.weights = weights
+        self.last = len(world.meshes) - 1
+        self.actions = _own_actions(schedule, world, tuple(sorted(self.stages)))
+
+    def run(self, data: StepData) -> StepResult:
+        """Run the whole list once: gradients accumulate in the weights' `.grad`.
+
+        Without `data.training` only the forwards run and nothing is saved. Raises RuntimeFailure
+        naming rank, stage, micro-batch and action where an action fails.
+        """
+        return _Run(self, data).run()
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, with the messages they need."""
+    rows = (tuple(a for a in row if a.kind is _K.FORWARD) for row in schedule.ranks)
+    return insert_communication(
+        Schedule(
+            name=f"{schedule.name}-forward",
+            num_stages=schedule.num_stages,
+            num_micro_batches=schedule.num_micro_batches,
+            ranks=tuple(rows),
+        )
+    )
+
+
+def _own_actions(schedule: Schedule, world: World, stages: tuple[int, ...]) -> tuple[Action, ...]:
+    if schedule.num_stages != len(world.meshes):
+        raise PlanMismatch(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages; the program has "
+            f"{len(world.meshes)}"
+        )
+    owners = schedule.stage_rank
+    rows = {owners[stage] for stage in stages}
+    row = rows.pop() if len(rows) == 1 else -1
+    if row < 0 or stages != tuple(i for i, owner in enumerate(owners) if owner == row):
+        raise PlanMismatch(
+            f"rank {world.rank} holds stages {list(stages)}, which schedule {schedule.name!r} does "
+            f"not put on one pipeline rank; its stages are on pipeline ranks {list(owners)}"
+        )
+    return insert_communication(schedule).ranks[row]
+
+
+class _Run:
+    """One step in progress."""
+
+    def __init__(self, executor: Executor, data: StepData) -> None:
+        self.executor, self.world, self.data = executor, executor.world, data
+        self.channels = Channels(executor.world)
+        self.result = StepResult()
+        self.setup: dict[int, Named] = {}
+        self.saved: dict[tuple[int, int], _Saved] = {}
+        self.ready: dict[_Where, Sequence[Tensor]] = {}
+        """Values made on this rank: for a send, or for a stage that is here too."""
+        splits = any(action.kind is _K.BACKWARD_WEIGHT for action in executor.actions)
+        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] | None = (
+            {} if splits and data.training else None
+        )
+
+    def run(self) -> StepResult:
+        self._prepare()
+        for action in self.executor.actions:
+            if self.data.spans[action.micro_batch].of == 0:
+                continue  # more micro-batches than samples: this one has none on any rank
+            if not self.data.training and action.kind not in _FORWARD_KINDS:
+                continue
+            self.world.recorder.phase = _PHASES[action.kind]
+            try:
+                _HANDLERS[action.kind](self, action)
+            except Exception as error:
+                raise self._failure(action, error) from error
+        self.channels.finish()
+        self.world.recorder.phase = "sync"
+        return self.result
+
+    def _failure(self, action: Action, error: Exception) -> RuntimeFailure:
+        what = {_K.FORWARD: "forward", _K.BACKWARD: "backward"}.get(action.kind, action.kind.name)
+        return RuntimeFailure(
+            f"rank {self.world.rank}, stage {action.stage}, micro-batch {action.micro_batch}, "
+            f"action {action} ({what.lower().replace('_', ' ')}): {type(error).__name__}: {error}"
+        )
+
+    def _prepare(self) -> None:
+        """Sum the setup values over the micro-batches, then over the data axis."""
+        self.world.recorder.phase = "setup"
+        for index, stage in self.executor.stages.items():
+            sums: dict[str, Tensor] = {}
+            if stage.setup is not None:
+                for micro_batch, span in enumerate(self.data.spans):
+                    if span.of:
+                        with torch.no_grad():
+                            ctx, inputs = (
+                                self._context(index, micro_batch),
+                                self._inputs(stage, micro_batch),
+                            )
+                            parts = stage.setup(self.executor.weights[index], ctx, inputs)
+                        for name, part in parts.items():
+                            sums[name] = sums[name] + part if name in sums else part
+            data_axis = self.world.meshes[index].axes.get(DATA_AXIS)
+            if data_axis is not None:
+                sums = {name: primitives.all_reduce(x, data_axis) for name, x in sums.items()}
+            self.setup[index] = sums
+
+    def _inputs(self, stage: StageProgram, micro_batch: int) -> Named:
+        given = self.data.inputs[micro_batch]
+        return {key: given[key] for key in stage.inputs}
+
+    def _context(self, stage: int, micro_batch: int) -> StepContext:
+        deferred = None
+        if self.deferred is not None:
+            deferred = self.deferred.setdefault((stage, micro_batch), [])
+        span = self.data.spans[micro_batch]
+        return StepContext(
+            axes=self.world.meshes[stage].axes,
+            batch=span.count,
+            global_batch=self.data.samples,
+            sample_offset=span.start,
+            micro_batch=micro_batch,
+            seed=self.data.seed,
+            step=self.data.step,
+            training=self.data.training,
+            recorder=self.world.recorder,
+            deferred=deferred,
+        )
+
+    def forward(self, action: Action) -> None:
+        index, micro_batch = action.stage, action.micro_batch
+        stage = self.executor.stages[index]
+        received = self._enter(stage, micro_batch)
+        with torch.set_grad_enabled(self.data.training):
+            outputs = stage.forward(
+                self.executor.weights[index],
+                self._context(index, micro_batch),
+                received,
+                self._inputs(stage, micro_batch),
+                self.setup[index],
+            )
+        if index == self.executor.last:
+            outputs = self._finish_forward(stage, micro_batch, outputs)
+        else:
+            self._check_boundary(stage, micro_batch, outputs)
+            self.ready[index, FORWARD, micro_batch] = [out.detach() for out in outputs]
+        if self.data.training:
+            self.saved[index, micro_batch] = _Saved(received, outputs)
+
+    def _enter(self, stage: StageProgram, micro_batch: int) -> Tensors:
+        """The values of the stage before, as leaves of this stage's graph."""
+        if not stage.receives:
+            return ()
+        values = self._take(stage.index, FORWARD, micro_batch)
+        return tuple(
+            value.requires_grad_(spec.requires_grad and self.data.training)
+            for value, spec in zip(values, stage.receives, strict=True)
+        )
+
+    def _take(self, stage: int, direction: str, micro_batch: int) -> list[Tensor]:
+        """What the neighbour stage made for `stage`, from this rank or another."""
+        source = stage - 1 if direction == FORWARD else stage + 1
+        if source in self.executor.stages:
+            # New tensor objects: a value that is passed on must not be a leaf of two graphs.
+            return [value.detach() for value in self.ready.pop((source, direction, micro_batch))]
+        return self.channels.take(stage, direction, micro_batch)
+
+    def _finish_forward(self, stage: StageProgram, micro_batch: int, outputs: Tensors) -> Tensors:
+        """Keep the loss and the outputs of the last stage; what the backward starts from."""
+        loss = outputs[0].detach().double()
+        self.result.loss = loss if self.result.loss is None else self.result.loss + loss
+        self.result.outputs[micro_batch] = tuple(out.detach() for out in outputs[1:])
+        return outputs[:1]
+
+    def _check_boundary(self, stage: StageProgram, micro_batch: int, outputs: Tensors) -> None:
+        """A wrong shape must not be sent: the receiver could not tell which tensor is wrong."""
+        mesh, batch = self.world.meshes[stage.index], self.data.spans[micro_batch].count
+        if len(outputs) != len(stage.sends):
+            raise PlanMismatch(f"sends {len(outputs)} values; the program has {len(stage.sends)}")
+        for value, spec in zip(outputs, stage.sends, strict=True):
+            shape = spec.local_shape(batch, mesh)
+            if tuple(value.shape) != shape or value.dtype != spec.torch_dtype:
+                raise PlanMismatch(
+                    f"boundary value {spec.name!r} has shape {tuple(value.shape)} and dtype "
+                    f"{value.dtype}; the program has {shape} and {spec.torch_dtype}"
+                )
+
+    def backward(self, action: Action) -> None:
+        index, micro_batch = action.stage, action.micro_batch
+        stage, saved = self.executor.stages[index], self.saved.pop((index, micro_batch))
+        roots, grads = self._roots(stage, micro_batch, saved)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        if index > 0:
+            self.ready[index, BACKWARD, micro_batch] = [
+                torch.zeros_like(value) if value.grad is None else value.grad
+                for value in saved.received
+                if value.requires_grad
+            ]
+
+    def _roots(
+        self, stage: StageProgram, micro_batch: int, saved: _Saved
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where the backward starts, and the gradients it starts with."""
+        if stage.index == self.executor.last:
+            loss = saved.outputs[0]
+            return ([loss], [None]) if loss.requires_grad else ([], [])
+        needed = [
+            out for out, spec in zip(saved.outputs, stage.sends, strict=True) if spec.requires_grad
+        ]
+        grads = self._take(stage.index, BACKWARD, micro_batch) if needed else []
+        pairs = [(o, g) for o, g in zip(needed, grads, strict=True) if o.requires_grad]
+        return [out for out, _ in pairs], [grad for _, grad in pairs]
+
+    def backward_weight(self, action: Action) -> None:
+        if self.deferred is not None:
+            for compute in self.deferred.pop((action.stage, action.micro_batch), ()):
+                compute()
+
+    def send_forward(self, action: Action) -> None:
+        self._send(action, FORWARD)
+
+    def send_backward(self, action: Action) -> None:
+        self._send(action, BACKWARD)
+
+    def _send(self, action: Action, direction: str) -> None:
+        values = self.ready.pop((action.stage, direction, action.micro_batch))
+        self.channels.send(action.stage, direction, values)
+
+    def recv_forward(self, action: Action) -> None:
+        self._post(action, FORWARD, self.executor.stages[action.stage].receives)
+
+    def recv_backward(self, action: Action) -> None:
+        sends = self.executor.stages[action.stage].sends
+        self._post(action, BACKWARD, [spec for spec in sends if spec.requires_grad])
+
+    def _post(self, action: Action, direction: str, specs: Sequence[BoundarySpec]) -> None:
+        mesh, batch = self.world.meshes[action.stage], self.data.spans[action.micro_batch].count
+        shapes = [(spec.local_shape(batch, mesh), spec.torch_dtype) for spec in specs]
+        self.channels.post(action.stage, direction, action.micro_batch, shapes)
+
+
+_HANDLERS: dict[ActionKind, Callable[[_Run, Action], None]] = {
+    _K.FORWARD: _Run.forward,
+    _K.BACKWARD: _Run.backward,
+    _K.BACKWARD_INPUT: _Run.backward,
+    _K.BACKWARD_WEIGHT: _Run.backward_weight,
+    _K.SEND_FORWARD: _Run.send_forward,
+    _K.RECV_FORWARD: _Run.recv_forward,
+    _K.SEND_BACKWARD: _Run.send_backward,
+    _K.RECV_BACKWARD: _Run.recv_backward,
+}
+
+_FORWARD_KINDS = frozenset({_K.FORWARD, _K.SEND_FORWARD, _K.RECV_FORWARD})
+
+_PHASES = {kind: "forward" if kind in _FORWARD_KINDS else "backward" for kind in ActionKind}
+
+
+def share_loss(result: StepResult, world: World) -> Tensor:
+    """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks."""
+    last = world.meshes[-1]
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    if result.loss is not None:
+        # The same on all ranks but those along the data axis: counted on the first of the others.
+        others = [axis.rank for name, axis in last.axes.items() if name != DATA_AXIS]
+        total = result.loss if not any(others) else total
+    return primitives.all_reduce(total, world.everyone)

@@ -1,0 +1,175 @@
+"""Ops of a generated program that are more than a local call of torch.
+
+Random ops draw their masks from `counter_random`; losses return sums, so that the parts of several
+ranks and micro-batches add up to the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.runtime.context import StepContext
+from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
+from autopar.runtime.vocab import vocab_cross_entropy, vocab_embedding
+
+
+class _Dropout(torch.autograd.Function):
+    """Multiplies by a mask and a scale; only the bool mask is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x.masked_fill(~keep, 0).mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return grad.masked_fill(~keep, 0).mul_(ctx.scale), None, None
+
+
+def dropout(x: Tensor, p: float, ctx: RandomKey, *, op: int, dims: Dims) -> Tensor:
+    """Zero each element with probability `p`, scale the others by `1 / (1 - p)`.
+
+    `op` numbers the random op in the program. `dims` has one `(where, stride)` per dim of `x`: the
+    start of the local part in the whole dim (or `(start, length)` ranges of it), and the element
+    stride of the dim in the whole, contiguous tensor. Does nothing unless `ctx.training`.
+    """
+    if not ctx.training or p == 0.0:
+        return x
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    return _Dropout.apply(x, keep_mask(ctx, op, p, dims, x), scale)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    ctx: RandomKey,
+    op: int = 0,
+    dims: Dims = (),
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, with dropout drawn by position.
+
+    `op` and `dims` are those of `dropout` on the attention weights `[..., heads, queries, keys]`.
+    Without dropout this is torch's own, which never makes the weights.
+    """
+    if not ctx.training or dropout_p == 0.0:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        k = k.repeat_interleave(q.size(-3) // k.size(-3), -3)
+        v = v.repeat_interleave(q.size(-3) // v.size(-3), -3)
+    scores = (q * (q.size(-1) ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if attn_mask is not None:
+        hides = attn_mask.dtype == torch.bool
+        scores = (
+            scores.masked_fill(~attn_mask, float("-inf"))
+            if hides
+            else scores + attn_mask.to(scores.dtype)
+        )
+    # A query that may see no key attends to nothing, as in torch.
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
+    return dropout(weights, dropout_p, ctx, op=op, dims=dims) @ v
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """A linear whose weight gradient is computed when the schedule says so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferred: list[Callable[[], None]],
+    ) -> Tensor:
+        ctx.tensors = (x, weight, bias)
+        ctx.deferred = deferred
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, weight, bias = ctx.tensors
+        ctx.tensors = None
+
+        def accumulate() -> None:
+            rows = grad.reshape(-1, grad.shape[-1])
+            if weight.requires_grad:
+                _add_gradient(weight, rows.t() @ x.detach().reshape(-1, x.shape[-1]))
+            if bias is not None and bias.requires_grad:
+                _add_gradient(bias, rows.sum(0))
+
+        ctx.deferred.append(accumulate)
+        return grad @ weight.detach() if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _add_gradient(leaf: Tensor, grad: Tensor) -> None:
+    leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: StepContext) -> Tensor:
+    """`F.linear`. Where the schedule splits the backward into input and weight parts, the gradients
+    of `weight` and `bias` are left to the weight part."""
+    leaves = weight.is_leaf and (bias is None or bias.is_leaf)
+    if ctx.deferred is None or not leaves or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    return _DeferredLinear.apply(x, weight, bias, ctx.deferred)
+
+
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross entropy summed over the targets that are not `ignore_index`."""
+    return F.cross_entropy(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+def count_valid(
+    target: Tensor, ignore_index: int = -100, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """How many targets are not `ignore_index`, as a scalar of `dtype`."""
+    return (target != ignore_index).sum().to(dtype)
+
+
+def partial_mean(
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, global_count: int | Tensor
+) -> Tensor:
+    """This rank's summand of a mean over `dims` of which all ranks hold `global_count` elements."""
+    return x.sum(dims, keepdim=keepdim) / global_count
+
+
+__all__ = [
+    "attention",
+    "count_valid",
+    "cross_entropy_sum",
+    "dropout",
+    "linear",
+    "partial_mean",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+]

@@ -1,0 +1,177 @@
+"""From solved stages to a `Plan`: variants, parameters, times and memory by term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.costs.memory import reserve_bytes
+from autopar.ir.blocks import Block
+from autopar.ir.placement import Layout, Shard, chunk_sizes
+from autopar.plan.plan import (
+    BlockPlan,
+    MeshAxis,
+    ParameterPlan,
+    StagePlan,
+    Terms,
+    Variant,
+)
+from autopar.search.options import ClassOption
+from autopar.search.pricer import Grid, Pricer
+from autopar.search.setting import AXES
+from autopar.search.stages import Staged, boundary_bytes, boundary_s, stage_ranks
+
+
+def stage_terms(
+    pricer: Pricer,
+    grid: Grid,
+    stage: int,
+    blocks: Sequence[Block],
+    options: Sequence[ClassOption],
+    held: int,
+) -> Terms:
+    """Memory of a stage by term, in bytes per rank; `held` micro-batches are in flight.
+
+    A parameter that several of the stage's blocks read is held once.
+    """
+    states = [0.0, 0.0, 0.0, 0.0]
+    seen: set[str] = set()
+    for block, option in zip(blocks, options, strict=True):
+        cost = pricer.parameter_state(block, option.layouts, grid, skip=seen)
+        for i, part in enumerate((cost.weights, cost.gradients, cost.master, cost.optimizer)):
+            states[i] += part
+        seen |= {ref.name for ref in block.parameters}
+    again = [option for option in options if option.recompute]
+    kept = [option for option in options if not option.recompute]
+    transients = [option.cost.transient_bytes for option in options]
+    widest = max(
+        (boundary_bytes(pricer, grid, refs) for refs in pricer.setting.chain.boundaries), default=0
+    )
+    peak = max(range(len(options)), key=lambda i: options[i].transient_bytes)
+    return (
+        ("weights", states[0]),
+        ("gradients", states[1]),
+        ("master", states[2]),
+        ("optimizer", states[3]),
+        ("activations", float(held * sum(option.saved_bytes for option in kept))),
+        ("boundary", float(held * sum(option.saved_bytes for option in again))),
+        ("transient", float(transients[peak])),
+        ("recompute", float(options[peak].transient_bytes - transients[peak])),
+        ("communication", float(2 * widest if grid.pipeline > 1 else 0)),
+        ("reserve", float(reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0])))),
+    )
+
+
+def variants(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], list[ClassOption]]:
+    """The distinct shardings that the blocks use, and the option of every block."""
+    chain = pricer.setting.chain
+    chosen = [
+        staged.options[block.class_index][index]
+        for block, index in zip(chain.blocks, staged.solution.options, strict=True)
+    ]
+    found: dict[tuple[int, object], Variant] = {}
+    for block, option in zip(chain.blocks, chosen, strict=True):
+        key = (block.class_index, option.choices)
+        if key not in found:
+            of_class = sum(1 for class_index, _ in found if class_index == block.class_index)
+            block_class = chain.classes[block.class_index]
+            suffix = chr(ord("a") + of_class) if of_class else ""
+            found[key] = Variant(
+                name=f"block_{block.class_index}{suffix}",
+                class_index=block.class_index,
+                digest=block_class.digest,
+                choices=option.choices,
+            )
+    return tuple(found.values()), chosen
+
+
+def stage_plans(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], tuple[StagePlan, ...]]:
+    """All stages of the plan. Their collectives are listed later, from the same decisions."""
+    found, chosen = variants(pricer, staged)
+    grid, chain = staged.grid, pricer.setting.chain
+    names = {(v.class_index, v.choices): v.name for v in found}
+    stages = []
+    for index, blocks in enumerate(staged.problem.stages(staged.solution.cuts)):
+        own = [chain.blocks[b] for b in blocks]
+        options = [chosen[b] for b in blocks]
+        held = staged.problem.in_flight[index]
+        ranks = stage_ranks(grid, index)
+        stages.append(
+            StagePlan(
+                index=index,
+                ranks=tuple(ranks),
+                blocks=tuple(
+                    BlockPlan(
+                        index=block.index,
+                        variant=names[block.class_index, option.choices],
+                        recompute=option.recompute,
+                        module_path=block.module_path,
+                    )
+                    for block, option in zip(own, options, strict=True)
+                ),
+                parameters=_parameters(pricer, grid, own, options),
+                time_s=_times(pricer, grid, own, options),
+                memory_bytes=stage_terms(pricer, grid, index, own, options, held),
+                memory_limit_bytes=min(pricer.setting.memory_bytes(rank) for rank in ranks),
+                in_flight=held,
+                collectives=(),
+            )
+        )
+    return found, tuple(stages)
+
+
+def _times(
+    pricer: Pricer, grid: Grid, blocks: Sequence[Block], options: Sequence[ClassOption]
+) -> Terms:
+    boundaries = pricer.setting.chain.boundaries
+    last = blocks[-1].index
+    ahead = boundaries[last] if last < len(boundaries) else ()
+    behind = boundaries[blocks[0].index - 1] if blocks[0].index else ()
+    return (
+        ("forward", sum(option.cost.forward_s for option in options)),
+        ("backward", sum(option.backward_s for option in options)),
+        ("send_forward", boundary_s(pricer, grid, ahead)[0]),
+        ("send_backward", boundary_s(pricer, grid, behind)[1]),
+        ("gradient_sync", sum(option.cost.sync_s for option in options)),
+        ("optimizer", sum(option.cost.optimizer_s for option in options)),
+    )
+
+
+def _parameters(
+    pricer: Pricer, grid: Grid, blocks: Sequence[Block], options: Sequence[ClassOption]
+) -> tuple[ParameterPlan, ...]:
+    """Parameters and buffers of a stage, each once, in order of first use."""
+    setting = pricer.setting
+    found: dict[str, ParameterPlan] = {}
+    for block, option in zip(blocks, options, strict=True):
+        first = setting.chain.representative(block.class_index)
+        layouts = dict(option.layouts)
+        for own, model in zip(block.parameters, first.parameters, strict=True):
+            source = setting.sources[own.name]
+            layout = layouts[setting.sources[model.name].fqn]
+            shape = tuple(size.const for size in source.spec.shape)
+            found.setdefault(
+                source.fqn,
+                ParameterPlan(
+                    fqn=source.fqn,
+                    shape=shape,
+                    dtype=source.spec.dtype,
+                    layout=layout,
+                    trainable=source.trainable,
+                    buffer=source.kind == "buffer",
+                    tied=source.tied,
+                    shard_sizes=_uneven(shape, layout, grid),
+                ),
+            )
+    return tuple(found.values())
+
+
+def _uneven(shape: tuple[int, ...], layout: Layout, grid: Grid) -> tuple[int, ...]:
+    for placement, size in zip(layout, grid.sizes, strict=True):
+        if isinstance(placement, Shard) and not placement.pieces and shape[placement.dim] % size:
+            return chunk_sizes(shape[placement.dim], size)
+    return ()
+
+
+def mesh_axes(grid: Grid) -> tuple[MeshAxis, ...]:
+    """The named axes of every stage's mesh."""
+    return tuple(MeshAxis(name=name, size=size) for name, size in zip(AXES, grid.sizes, strict=True))

@@ -1,0 +1,117 @@
+"""The grids of the outer search: every way to lay degrees and micro-batches on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from autopar.errors import InputError
+from autopar.search.pricer import Grid
+from autopar.search.setting import Setting
+
+WIDEST_TENSOR = 8
+LARGEST_MICRO_BATCH = 64
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def widest_tensor(setting: Setting) -> int:
+    """Largest tensor degree searched unless one is pinned: the fastest links' domain, at least 8."""
+    return max(setting.cluster.links[0].span, WIDEST_TENSOR)
+
+
+def space_text(setting: Setting) -> str:
+    """The declared space in words."""
+    return (
+        f"pipeline x data x tensor over all {setting.cluster.num_devices} devices, tensor up to "
+        f"{widest_tensor(setting)}; micro-batches of 1, 2, 4, ... up to {LARGEST_MICRO_BATCH} "
+        "samples a data rank; stages of any consecutive blocks; per op any placement its rules "
+        "allow on the tensor axis; per block no recompute or all; schedule 1f1b (gpipe takes as "
+        "long and holds more, so it is used only where pinned)"
+    )
+
+
+def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
+    """(samples per data rank, number of micro-batches) to try."""
+    pins, batch = setting.pins, setting.global_batch
+    if setting.batch.coupled:
+        if data == 1:
+            yield batch, 1
+        return
+    if pins.micro_batches is not None:
+        whole = ceil(batch / pins.micro_batches)
+        size = ceil(whole / data)
+        if pins.micro_batch in (None, size):
+            yield size, pins.micro_batches
+        return
+    most = ceil(batch / data)
+    sizes = {pins.micro_batch} if pins.micro_batch else {2**k for k in range(7)} | {most}
+    for size in sorted(s for s in sizes if s is not None and s <= min(most, _largest(pins, most))):
+        yield size, ceil(batch / (size * data))
+
+
+def _largest(pins: object, most: int) -> int:
+    pinned = getattr(pins, "micro_batch", None)
+    return most if pinned else LARGEST_MICRO_BATCH
+
+
+def grids(setting: Setting) -> tuple[Grid, ...]:
+    """All grids that the pins allow. Raises InputError where they allow none, saying why."""
+    pins, devices = setting.pins, setting.cluster.num_devices
+    blocks = len(setting.chain.blocks)
+    found = []
+    for pipeline in divisors(devices):
+        if pins.pipeline not in (None, pipeline) or pipeline > blocks:
+            continue
+        for tensor in divisors(devices // pipeline):
+            if pins.tensor not in (None, tensor):
+                continue
+            if pins.tensor is None and tensor > widest_tensor(setting):
+                continue
+            data = devices // pipeline // tensor
+            if pins.data not in (None, data) or data > setting.global_batch:
+                continue
+            found += [
+                Grid(
+                    pipeline=pipeline,
+                    data=data,
+                    tensor=tensor,
+                    micro_batch=size,
+                    micro_batches=count,
+                    schedule=pins.schedule or "1f1b",
+                )
+                for size, count in micro_batch_sizes(setting, data)
+            ]
+    if not found:
+        raise InputError(_no_grid(setting))
+    return tuple(found)
+
+
+def _no_grid(setting: Setting) -> str:
+    pins, devices = setting.pins, setting.cluster.num_devices
+    fixed = ", ".join(f"{key}={value}" for key, value in pins.items()) or "no pins"
+    reasons = []
+    for name in ("pipeline", "tensor", "data"):
+        degree = getattr(pins, name)
+        if degree is not None and devices % degree:
+            reasons.append(f"{name}={degree} does not divide {devices} devices")
+    if pins.pipeline is not None and pins.pipeline > len(setting.chain.blocks):
+        reasons.append(
+            f"pipeline={pins.pipeline} is more than the {len(setting.chain.blocks)} blocks that "
+            "the model can be cut into"
+        )
+    if pins.pipeline and pins.tensor and pins.data:
+        product = pins.pipeline * pins.tensor * pins.data
+        if product != devices:
+            reasons.append(f"the pinned degrees use {product} devices, the cluster has {devices}")
+    if setting.batch.coupled:
+        node, why = setting.batch.coupled[0]
+        reasons.append(f"the batch cannot be split: {node}: {why}")
+    if pins.data is None and not reasons:
+        reasons.append(f"every data degree left exceeds the global batch {setting.global_batch}")
+    if pins.data is not None and pins.data > setting.global_batch:
+        reasons.append(f"data={pins.data} exceeds the global batch {setting.global_batch}")
+    return f"no grid of {devices} devices satisfies {fixed}: " + "; ".join(reasons)

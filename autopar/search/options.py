@@ -1,0 +1,165 @@
+"""Ways to run a block class on a grid: a few that trade time for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Ref
+from autopar.ir.placement import Layout
+from autopar.plan.plan import NodeChoice
+from autopar.search.pricer import BlockCost, Grid, Pricer
+from autopar.search.sharding import Sharding, solve_sharding
+from solvers.partition import BlockOption
+
+LADDER = (0.0, 1 / 3, 2 / 3)
+"""Memory budgets between the least a block can do with and what its fastest sharding takes."""
+_LADDER_WORTH = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassOption:
+    """One way to run the blocks of a class: a sharding, with or without running forward twice."""
+
+    choices: tuple[NodeChoice, ...]
+    layouts: tuple[tuple[str, Layout], ...]
+    recompute: bool
+    cost: BlockCost
+    bound_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """Backward seconds, with the forward that is run again."""
+        return self.cost.backward_s + (self.cost.forward_s if self.recompute else 0.0)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held per micro-batch in flight."""
+        return self.cost.input_bytes if self.recompute else self.cost.saved_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes held while the block runs."""
+        again = self.cost.saved_bytes if self.recompute else 0
+        return self.cost.transient_bytes + again
+
+    def as_option(self) -> BlockOption:
+        """The option as the partition problem sees it."""
+        return BlockOption(
+            time_s=self.cost.forward_s + self.backward_s,
+            static_bytes=float(self.cost.state.terms.total_bytes),
+            saved_bytes=float(self.saved_bytes),
+            sync_s=self.cost.sync_s + self.cost.optimizer_s,
+            transient_bytes=float(self.transient_bytes),
+        )
+
+
+def class_options(
+    pricer: Pricer,
+    grid: Grid,
+    class_index: int,
+    fixed: Mapping[str, Layout],
+    recompute: str | None,
+) -> tuple[ClassOption, ...]:
+    """The options of a class that no other option of it beats in time and memory both.
+
+    Empty if the pins leave no sharding. `fixed` has layouts of parameters shared with other
+    classes; `recompute` is the pin (`none`, `all`) or None.
+    """
+    block = pricer.setting.chain.representative(class_index)
+    found: list[ClassOption] = []
+    for sharding in _shardings(pricer, grid, class_index, fixed):
+        cost = pricer.cost(block, sharding.choices, dict(sharding.parameters), grid)
+        option = ClassOption(
+            choices=sharding.choices,
+            layouts=sharding.parameters,
+            recompute=False,
+            cost=cost,
+            bound_s=sharding.bound,
+        )
+        if recompute != "all":
+            found.append(option)
+        if recompute != "none":
+            found.append(replace(option, recompute=True))
+    return tuple(_undominated(found))
+
+
+def _shardings(
+    pricer: Pricer, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
+) -> Iterator[Sharding]:
+    setting = pricer.setting
+    block = setting.chain.representative(class_index)
+    space = pricer.space(block, grid.sizes, fixed)
+    prices = pricer.prices(grid)
+    fastest = solve_sharding(
+        space, prices, backend=setting.backend, time_limit_s=setting.time_limit_s
+    )
+    if fastest is None:
+        return
+    yield fastest
+    if grid.tensor == 1:
+        return
+    kept = _kept(pricer, grid, class_index)
+    most = _kept_bytes(pricer, grid, fastest, kept, class_index)
+    least = solve_sharding(space, prices, kept=kept, minimise_kept=True)
+    low = least.objective if least is not None else most
+    if most - low <= _LADDER_WORTH * most:
+        return
+    for step in LADDER:
+        limit = low + step * (most - low)
+        solved = solve_sharding(
+            space, prices, kept=kept, memory_limit=limit * (1 + 1e-9), backend=setting.backend
+        )
+        if solved is not None:
+            yield solved
+
+
+def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
+    """Bytes held per byte of each value: state of parameters, activations of all in flight."""
+    setting = pricer.setting
+    block = setting.chain.representative(class_index)
+    in_flight = min(grid.pipeline, grid.micro_batches)
+    kept = {
+        value.ref: float(in_flight)
+        for value in pricer.saved(block).values
+        if value.kind == "made"
+    }
+    for ref in block.parameters:
+        kept[ref] = pricer.state_factor(setting.sources[ref.name])
+    return kept
+
+
+def _kept_bytes(
+    pricer: Pricer, grid: Grid, sharding: Sharding, kept: Mapping[Ref, float], class_index: int
+) -> float:
+    prices = pricer.prices(grid)
+    block = pricer.setting.chain.representative(class_index)
+    layouts = {
+        Ref(choice.node, i): layout
+        for choice in sharding.choices
+        for i, layout in enumerate(choice.outputs)
+    }
+    by_fqn = dict(sharding.parameters)
+    for ref in block.parameters:
+        layouts[ref] = by_fqn[pricer.setting.sources[ref.name].fqn]
+    return sum(kept[ref] * prices.local_bytes(ref, layouts[ref]) for ref in kept if ref in layouts)
+
+
+def _undominated(options: Iterable[ClassOption]) -> Iterator[ClassOption]:
+    kept: list[ClassOption] = []
+    for option in options:
+        new = option.as_option()
+        others = [other.as_option() for other in kept]
+        if not any(_beats(other, new) for other in others):
+            kept.append(option)
+    yield from kept
+
+
+def _beats(a: BlockOption, b: BlockOption) -> bool:
+    return (
+        a.time_s <= b.time_s
+        and a.sync_s <= b.sync_s
+        and a.static_bytes <= b.static_bytes
+        and a.saved_bytes <= b.saved_bytes
+        and a.transient_bytes <= b.transient_bytes
+    )

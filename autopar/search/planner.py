@@ -1,0 +1,214 @@
+"""The outer search: best grid first, pruned by bounds, until nothing unsolved can be better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+
+from autopar.errors import InfeasiblePlan
+from autopar.ir.graph import Ref
+from autopar.ir.placement import Layout
+from autopar.search.grids import grids
+from autopar.search.infeasible import explain_infeasible, explain_unsplittable
+from autopar.search.options import ClassOption, class_options
+from autopar.search.pricer import Grid, Pricer
+from autopar.search.setting import Setting
+from autopar.search.sharding import solve_sharding
+from autopar.search.stages import Staged, solve_stages
+from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.solution import Status
+
+Progress = Callable[[str, float | None], None]
+"""(what is being done, fraction done or None)."""
+
+_TIE = 1e-9
+_MOST_FIXINGS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The outcome of a search: the best stages, what else was looked at, and the bound."""
+
+    best: Staged
+    solved: tuple[Staged, ...]
+    unfit: tuple[Staged, ...]
+    pruned: tuple[Grid, ...]
+    unsolved: tuple[Grid, ...]
+    bound_s: float
+    status: Status
+
+
+@dataclass
+class Planner:
+    """Searches the grids of one setting."""
+
+    setting: Setting
+    progress: Progress = lambda what, done: None
+    pricer: Pricer = field(init=False)
+    _bounds: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pricer = Pricer(self.setting)
+
+    def search(self) -> Found:
+        """Best-first over all grids.
+
+        Raises InfeasiblePlan with the numbers of the closest miss, InputError where the pins leave
+        no grid.
+        """
+        deadline = time.monotonic() + self.setting.time_limit_s
+        candidates = grids(self.setting)
+        self._check_tensor_pin()
+        queue = self._by_bound(candidates)
+        solved: list[Staged] = []
+        unfit: list[Staged] = []
+        best: Staged | None = None
+        for position, (bound, grid) in enumerate(queue):
+            if best is not None and bound >= best.solution.objective * (1 - _TIE):
+                return self._found(best, solved, unfit, queue[position:], bound_s=None)
+            if time.monotonic() > deadline and best is not None:
+                return self._found(best, solved, unfit, queue[position:], bound_s=bound)
+            self.progress("searching grids", position / len(queue))
+            for staged in self._solve(grid):
+                (solved if staged.solution.status.has_solution else unfit).append(staged)
+                if staged.solution.status.has_solution and (
+                    best is None or staged.solution.objective < best.solution.objective * (1 - _TIE)
+                ):
+                    best = staged
+        if best is None:
+            raise InfeasiblePlan(explain_infeasible(self.pricer, unfit))
+        return self._found(best, solved, unfit, [], bound_s=None)
+
+    def _found(
+        self,
+        best: Staged,
+        solved: list[Staged],
+        unfit: list[Staged],
+        rest: list[tuple[float, Grid]],
+        *,
+        bound_s: float | None,
+    ) -> Found:
+        self.progress("proving the stages", None)
+        proof = solve_stages(self.pricer, best.grid, best.options, certify=True)
+        chosen = proof if proof.solution.status.has_solution else best
+        optimal = bound_s is None and chosen.solution.status is Status.OPTIMAL
+        bound = chosen.solution.bound if bound_s is None else min(bound_s, chosen.solution.bound)
+        left = tuple(grid for _, grid in rest)
+        return Found(
+            best=chosen,
+            solved=tuple(solved),
+            unfit=tuple(unfit),
+            pruned=left if bound_s is None else (),
+            unsolved=() if bound_s is None else left,
+            bound_s=bound,
+            status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        )
+
+    def _check_tensor_pin(self) -> None:
+        degree = self.setting.pins.tensor
+        if degree is not None and degree > 1:
+            message = explain_unsplittable(self.pricer, degree)
+            if message:
+                raise InfeasiblePlan(message)
+
+    def _by_bound(self, candidates: tuple[Grid, ...]) -> list[tuple[float, Grid]]:
+        bounded = []
+        for position, grid in enumerate(candidates):
+            self.progress("bounding grids", position / len(candidates))
+            bounded.append((self._lower_bound(grid), grid))
+        return sorted(
+            bounded, key=lambda item: (item[0], item[1].pipeline, item[1].tensor, item[1].data)
+        )
+
+    def _lower_bound(self, grid: Grid) -> float:
+        """Step time that no plan on the grid beats: blocks at their fastest, memory for free."""
+        chain = self.setting.chain
+        fastest = [self._fastest(c.index, grid) for c in chain.classes]
+        if inf in fastest:
+            return inf
+        classes = tuple(
+            (BlockOption(time_s=time_s, static_bytes=0.0, saved_bytes=0.0),) for time_s in fastest
+        )
+        return lower_bound(
+            PartitionProblem(
+                blocks=tuple(block.class_index for block in chain.blocks),
+                classes=classes,
+                num_stages=grid.pipeline,
+                in_flight=(0,) * grid.pipeline,
+                capacity_bytes=(1.0,) * grid.pipeline,
+                num_micro_batches=grid.micro_batches,
+            )
+        )
+
+    def _fastest(self, class_index: int, grid: Grid) -> float:
+        """Least time of a class's block for one micro-batch, gradients summed for free."""
+        key = (class_index, grid.tensor, grid.micro_batch)
+        if key not in self._bounds:
+            block = self.setting.chain.representative(class_index)
+            solved = solve_sharding(
+                self.pricer.space(block, grid.sizes),
+                self.pricer.prices(grid, with_sync=False),
+                backend=self.setting.backend,
+            )
+            self._bounds[key] = inf if solved is None else max(solved.bound, 0.0)
+        return self._bounds[key]
+
+    def _solve(self, grid: Grid) -> Iterator[Staged]:
+        """The best stages of a grid for every way to lay parameters that several blocks share."""
+        for fixed in self._fixings(grid):
+            options = {
+                c.index: self._class_options(grid, c.index, fixed)
+                for c in self.setting.chain.classes
+            }
+            if all(options.values()):
+                yield solve_stages(self.pricer, grid, options)
+
+    def _class_options(
+        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
+    ) -> tuple[ClassOption, ...]:
+        block = self.setting.chain.representative(class_index)
+        names = {self.setting.sources[ref.name].fqn for ref in block.parameters}
+        relevant = {name: layout for name, layout in fixed.items() if name in names}
+        key = (grid, class_index, tuple(sorted(relevant.items())))
+        if key not in self._options:
+            self._options[key] = class_options(
+                self.pricer, grid, class_index, relevant, self.setting.pins.recompute
+            )
+        return self._options[key]
+
+    def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
+        """Layouts for the parameters that several blocks read, which must agree on them."""
+        shared = self._shared_parameters()
+        per_name = []
+        for ref, class_indices in shared.items():
+            offered = []
+            for class_index in class_indices:
+                block = self.setting.chain.representative(class_index)
+                space = self.pricer.space(block, grid.sizes)
+                name = self.setting.sources[ref.name].fqn
+                offered.append({x for s, xs in space.parameters if s.fqn == name for x in xs})
+            common = sorted(set.intersection(*offered), key=str)
+            per_name.append([(self.setting.sources[ref.name].fqn, layout) for layout in common])
+        for count, combination in enumerate(product(*per_name)):
+            if count == _MOST_FIXINGS:
+                return
+            yield dict(combination)
+
+    def _shared_parameters(self) -> dict[Ref, set[int]]:
+        """Trainable parameters that are read by more than one block, with the classes."""
+        readers: dict[Ref, list[int]] = {}
+        for block in self.setting.chain.blocks:
+            for ref in block.parameters:
+                readers.setdefault(ref, []).append(block.class_index)
+        sources = self.setting.sources
+        return {
+            ref: set(classes)
+            for ref, classes in readers.items()
+            if len(classes) > 1 and sources[ref.name].trainable
+        }
+
+

@@ -1,0 +1,254 @@
+"""A chain cut into stages, per-stage capacity, bottleneck plus sum: the pipeline ILP.
+
+`solve_partition` bounds the price of every run of blocks at once, finds the best partition for
+those bounds, makes the runs it uses exact, and repeats: the first best partition of exact runs is
+optimal. After a few rounds it prices every run that a better partition might still use, and
+searches once more. `method="ilp"` (or `certify`) then hands the runs left to an engine, which
+proves the objective independently.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from solvers.backends import Backend, get_backend
+from solvers.partition_bound import lower_bound
+from solvers.partition_dp import ArcCosts, ChainSearch, Path
+from solvers.partition_ilp import solve_ilp
+from solvers.partition_pricing import OutOfTime, Pricer
+from solvers.partition_problem import BlockOption, PartitionProblem, PartitionSolution
+from solvers.partition_table import PriceTable
+from solvers.solution import Conflict, Status, label, relative_gap
+
+__all__ = [
+    "BlockOption",
+    "PartitionProblem",
+    "PartitionSolution",
+    "lower_bound",
+    "solve_partition",
+]
+
+METHODS = ("ilp", "dp")
+_LAZY_ROUNDS = 4
+
+
+def solve_partition(
+    problem: PartitionProblem,
+    *,
+    method: str = "ilp",
+    certify: bool = False,
+    backend: str = "highs",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-6,
+) -> PartitionSolution:
+    """The fastest partition that fits.
+
+    Both methods are exact. "dp" is the dynamic program alone, for solving many problems fast;
+    "ilp", or `certify`, has an engine prove its answer. Status: OPTIMAL (proven to within `gap`),
+    FEASIBLE (time was up), TIME_LIMIT (nothing found; `bound` holds) or INFEASIBLE, with the
+    bytes that stages lack at the least. Raises ValueError for an unknown method and
+    `BackendUnavailable`.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+    run = _Run(problem=problem, gap=gap, deadline=time.perf_counter() + time_limit_s)
+    if len(problem.blocks) < problem.num_stages * problem.min_blocks:
+        lacking = float(problem.num_stages * problem.min_blocks - len(problem.blocks))
+        return run.infeasible(conflict=(("blocks", lacking),))
+    engine = get_backend(backend) if method == "ilp" or certify else None
+    pricer = Pricer(problem, run.deadline)
+    try:
+        exact = _dynamic_program(run, pricer)
+        if exact is None:
+            return _explain_infeasible(run, pricer)
+        if engine is not None:
+            return _certify(run, exact, engine)
+    except OutOfTime:
+        return run.solution(bound=run.relaxed_bound, engine="dp")
+    return run.solution(bound=run.objective, engine="dp")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Run:
+    """One call of `solve_partition`: incumbent and bound so far."""
+
+    problem: PartitionProblem
+    gap: float
+    deadline: float
+    started: float = field(default_factory=time.perf_counter)
+    relaxed_bound: float = -math.inf
+    incumbent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    objective: float = math.inf
+
+    def offer(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> None:
+        """Keep a partition if it beats the incumbent."""
+        objective = self.problem.objective(self.problem.use(cuts, options))
+        if objective < self.objective:
+            self.objective, self.incumbent = objective, (cuts, options)
+    def left_s(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def solution(self, *, bound: float, engine: str) -> PartitionSolution:
+        """The incumbent, labelled by the bound; TIME_LIMIT without one."""
+        if self.incumbent is None:
+            return self._result(Status.TIME_LIMIT, bound=bound, engine=engine)
+        cuts, options = self.incumbent
+        use = self.problem.use(cuts, options)
+        bound = min(bound, self.objective)
+        return self._result(
+            label(self.objective, bound, self.gap),
+            bound=bound,
+            engine=engine,
+            cuts=cuts,
+            options=options,
+            stage_time_s=use.time_s,
+            stage_bytes=use.used_bytes,
+        )
+
+    def infeasible(
+        self,
+        conflict: Conflict,
+        cuts: tuple[int, ...] = (),
+        stage_bytes: tuple[float, ...] = (),
+    ) -> PartitionSolution:
+        """An infeasible result; `cuts` and `stage_bytes` of the partition that lacks least."""
+        return self._result(
+            Status.INFEASIBLE,
+            bound=math.inf,
+            engine="dp",
+            conflict=conflict,
+            cuts=cuts,
+            stage_bytes=stage_bytes,
+        )
+
+    def _result(
+        self,
+        status: Status,
+        *,
+        bound: float,
+        engine: str,
+        conflict: Conflict = (),
+        cuts: tuple[int, ...] = (),
+        options: tuple[int, ...] = (),
+        stage_time_s: tuple[float, ...] = (),
+        stage_bytes: tuple[float, ...] = (),
+    ) -> PartitionSolution:
+        return PartitionSolution(
+            status=status,
+            objective=self.objective,
+            bound=bound,
+            gap=relative_gap(self.objective, bound),
+            engine=engine,
+            solve_s=time.perf_counter() - self.started,
+            conflict=conflict,
+            cuts=cuts,
+            options=options,
+            stage_time_s=stage_time_s,
+            stage_bytes=stage_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Exact:
+    """What the dynamic program leaves to the ILP: the arcs that may still be used, all exact."""
+
+    table: PriceTable
+    search: ChainSearch
+    arcs: ArcCosts
+
+
+def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
+    """Solve exactly, into `run`; None if infeasible. Raises OutOfTime, with `run` up to date."""
+    problem = run.problem
+    table = PriceTable(problem, pricer)
+    search = ChainSearch(problem, pricer.kind_of_stage, run.deadline)
+    arcs = table.arcs()
+    path = search.search(arcs)
+    for _ in range(_LAZY_ROUNDS):
+        if path is None:
+            return None
+        run.relaxed_bound = path.objective
+        exact = not table.price(table.arcs_of(path))
+        _offer(run, table, path if exact else _fastest(path))
+        if exact:
+            return _Exact(table=table, search=search, arcs=arcs)
+        arcs = table.arcs()
+        path = search.search(arcs)
+    arcs = _price_survivors(run, table, search, arcs)
+    path = search.search(arcs)
+    if path is not None:
+        _offer(run, table, path)
+    return _Exact(table=table, search=search, arcs=arcs)
+
+
+def _fastest(path: Path) -> Path:
+    return Path(
+        positions=path.positions, ways=(0,) * len(path.ways), objective=path.objective
+    )
+
+
+def _offer(run: _Run, table: PriceTable, path: Path) -> None:
+    """Keep the partition of a priced path if it beats the incumbent."""
+    if all(
+        table.pricer.price(kind, composition) for kind, composition in table.arcs_of(path)
+    ):
+        run.offer(path.positions[1:-1], table.options(run.problem, path))
+
+
+def _price_survivors(
+    run: _Run, table: PriceTable, search: ChainSearch, arcs: ArcCosts
+) -> ArcCosts:
+    """Make exact whatever may beat the incumbent, and drop the rest."""
+    kept = table.survivors(search, arcs, run.objective)
+    used = [np.zeros(k.shape[1:], dtype=bool) for k in arcs.time]
+    for stage, kind in enumerate(search.kind_of_stage):
+        used[kind] |= kept[stage].any(axis=0)
+    for kind, mask in enumerate(used):
+        table.price((kind, int(c)) for c in np.unique(table.pricer.run[mask]))
+    exact = table.arcs()
+    times = [np.where(mask, t, np.inf) for t, mask in zip(exact.time, used, strict=True)]
+    return ArcCosts(time=times, sync=exact.sync)
+
+
+def _certify(run: _Run, exact: _Exact, engine: Backend) -> PartitionSolution:
+    """Prove the incumbent by the ILP over the arcs that may still matter."""
+    table, search = exact.table, exact.search
+    arcs = _price_survivors(run, table, search, exact.arcs)
+    kept = table.survivors(search, arcs, run.objective)
+    result = solve_ilp(
+        search, arcs, kept, run.objective, engine, time_limit_s=run.left_s(), gap=run.gap / 2
+    )
+    if result.path is not None:
+        _offer(run, table, result.path)
+    proven = result.status is not Status.INFEASIBLE
+    bound = max(run.relaxed_bound, result.bound if proven else -math.inf)
+    return run.solution(bound=bound, engine=engine.name)
+
+
+def _explain_infeasible(run: _Run, pricer: Pricer) -> PartitionSolution:
+    """The partition whose stages lack the fewest bytes in total, at the least bytes of each."""
+    problem = run.problem
+    search = ChainSearch(problem, pricer.kind_of_stage, math.inf)
+    length = len(problem.blocks)
+    is_run = np.arange(length + 1) - np.arange(length + 1)[:, None] >= problem.min_blocks
+    needed = [pricer.least_bytes(kind)[pricer.run] for kind in range(len(pricer.kinds))]
+    lacking = [
+        np.where(is_run, np.maximum(0.0, need - kind.free_bytes), np.inf)
+        for need, kind in zip(needed, pricer.kinds, strict=True)
+    ]
+    found = search.shortest(lacking)
+    if found is None:  # unreachable: any cut positions are a path
+        raise AssertionError("no cut positions")
+    positions = found[1]
+    conflict, stage_bytes = [], []
+    for stage, kind in enumerate(pricer.kind_of_stage):
+        start, end = positions[stage], positions[stage + 1]
+        used = float(needed[kind][start, end]) + problem.stage_fixed_bytes[stage]
+        stage_bytes.append(used)
+        if lacking[kind][start, end] > 0:
+            conflict.append((f"stage {stage}", used - problem.capacity_bytes[stage]))
+    return run.infeasible(tuple(conflict), positions[1:-1], tuple(stage_bytes))

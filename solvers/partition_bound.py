@@ -1,0 +1,69 @@
+"""A cheap lower bound on a partition problem, to discard problems without solving them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from solvers.partition_problem import PartitionProblem
+from solvers.solution import CAPACITY_TOLERANCE
+
+_ROUNDING = 1e-12
+
+
+def lower_bound(problem: PartitionProblem) -> float:
+    """A lower bound on the objective; inf where the memory of all stages together is too little.
+
+    Blocks may be split at will and all stages' memory is pooled, at the fewest micro-batches in
+    flight of any stage; the memory constraint is priced by its Lagrangian. With W the least total
+    work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale), which is
+    what perfectly balanced stages take.
+    """
+    counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
+    stages = problem.num_stages
+    free = sum(c + CAPACITY_TOLERANCE * abs(c) for c in problem.capacity_bytes)
+    free -= sum(problem.stage_fixed_bytes)
+    work = _least_work(problem, counts, free)
+    if math.isinf(work) or len(problem.blocks) < stages * problem.min_blocks:
+        return math.inf
+    scales = np.array(problem.time_scale)
+    present = [options for options, n in zip(problem.classes, counts, strict=True) if n]
+    cuts = (
+        [problem.boundary_s[c - 1] for c in problem.fixed_cuts]
+        if problem.fixed_cuts is not None
+        else sorted(problem.boundary_s)[: stages - 1]
+    )
+    boundary = 2.0 * math.fsum(cuts)
+    total = work * float(scales.min()) + boundary
+    longest_block = max(min(o.time_s for o in options) for options in present)
+    bottleneck = max(total / stages, longest_block * float(scales.min()))
+    if scales.min() > 0:
+        bottleneck = max(bottleneck, work / float((1 / scales).sum()))
+    least_sync = np.array([min(o.sync_s for o in options) for options in problem.classes])
+    longest_sync = max(min(o.sync_s for o in options) for options in present)
+    sync = max(float(counts @ least_sync) / stages, longest_sync)
+    bound = total + (problem.num_micro_batches - 1) * bottleneck + sync
+    return bound * (1 - _ROUNDING)
+
+
+def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> float:
+    """The least sum of block times with `free` bytes for all, relaxed; inf if even that fails."""
+    in_flight = min(problem.in_flight)
+    times = [np.array([o.time_s for o in options]) for options in problem.classes]
+    used = [
+        np.array([o.static_bytes + in_flight * o.saved_bytes for o in options])
+        for options in problem.classes
+    ]
+    if counts @ np.array([u.min() for u in used]) > free * (1 + _ROUNDING):
+        return math.inf
+    multipliers = {0.0}
+    for time, use in zip(times, used, strict=True):
+        for i, j in np.argwhere((use[:, None] > use) & (time[:, None] < time)):
+            multipliers.add(float((time[j] - time[i]) / (use[i] - use[j])))
+    best = 0.0
+    for multiplier in sorted(multipliers)[:256]:
+        least = [float((t + multiplier * u).min()) for t, u in zip(times, used, strict=True)]
+        total = float(counts @ np.array(least))
+        best = max(best, total - multiplier * free - _ROUNDING * (total + multiplier * abs(free)))
+    return best

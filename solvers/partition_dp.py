@@ -1,0 +1,188 @@
+"""Cut positions by dynamic programming, exact for the sum-and-bottleneck objective.
+
+An arc (k, i, j) is stage k running blocks [i, j). For a fixed bottleneck limit the least sum of
+times is a shortest path over K layers of cut positions. `search` walks the Pareto front of (sum,
+max) from the loose end: each shortest path gives a solution and, as the limit only tightens, a
+lower bound sum + (M - 1) * least possible max on all that follow. It stops when that bound meets
+the incumbent, so the result is optimal for the arc costs it was given. The sync term is walked
+the same way around it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.partition_pricing import Array, OutOfTime
+from solvers.partition_problem import PartitionProblem
+
+_SLACK = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArcCosts:
+    """Time and sync of arcs, per kind of stage: arrays [ways, start, end]; inf = no such arc."""
+
+    time: list[Array]
+    sync: list[Array]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """Cut positions 0 = p_0 < ... < p_K = L, the way each stage runs, and the objective."""
+
+    positions: tuple[int, ...]
+    ways: tuple[int, ...]
+    objective: float
+
+
+class ChainSearch:
+    """Shortest paths over the cut positions of one problem."""
+
+    def __init__(
+        self, problem: PartitionProblem, kind_of_stage: Sequence[int], deadline: float
+    ) -> None:
+        self.kind_of_stage = list(kind_of_stage)
+        self.weight = problem.num_micro_batches - 1
+        self.deadline = deadline
+        self.length = len(problem.blocks)
+        stages, least = problem.num_stages, problem.min_blocks
+        if problem.fixed_cuts is not None:
+            self.first = [0, *problem.fixed_cuts, self.length]
+            self.last = list(self.first)
+        else:
+            self.first = [k * least for k in range(stages)] + [self.length]
+            self.last = [0] + [self.length - (stages - k) * least for k in range(1, stages + 1)]
+
+    def window(self, stage: int) -> tuple[slice, slice]:
+        """Where a stage may start and end."""
+        return (
+            slice(self.first[stage], self.last[stage] + 1),
+            slice(self.first[stage + 1], self.last[stage + 1] + 1),
+        )
+
+    def forward(self, costs: Sequence[Array], *, bottleneck: bool = False) -> list[Array]:
+        """Least sum (or max) of costs [start, end] to each position after each stage."""
+        return self._forward(costs, bottleneck=bottleneck)[0]
+
+    def backward(self, costs: Sequence[Array]) -> list[Array]:
+        """Least sum of costs from each position before each stage to the end."""
+        reach = np.full(self.length + 1, np.inf)
+        reach[self.length] = 0.0
+        reaches = [reach]
+        for stage in reversed(range(len(self.kind_of_stage))):
+            starts, ends = self.window(stage)
+            cost = costs[self.kind_of_stage[stage]][starts, ends]
+            before = np.full(self.length + 1, np.inf)
+            before[starts] = (cost + reaches[-1][None, ends]).min(axis=1)
+            reaches.append(before)
+        return reaches[::-1]
+
+    def _forward(
+        self, costs: Sequence[Array], *, bottleneck: bool
+    ) -> tuple[list[Array], list[Array]]:
+        if time.perf_counter() > self.deadline:
+            raise OutOfTime
+        reach = np.full(self.length + 1, np.inf)
+        reach[0] = 0.0
+        reaches, origins = [reach], []
+        for stage, kind in enumerate(self.kind_of_stage):
+            starts, ends = self.window(stage)
+            before, cost = reaches[-1][starts, None], costs[kind][starts, ends]
+            through = np.maximum(before, cost) if bottleneck else before + cost
+            origin = through.argmin(axis=0)
+            after = np.full(self.length + 1, np.inf)
+            after[ends] = np.take_along_axis(through, origin[None, :], axis=0)[0]
+            reaches.append(after)
+            origins.append(origin)
+        return reaches, origins
+
+    def shortest(self, costs: Sequence[Array]) -> tuple[float, tuple[int, ...]] | None:
+        """The least sum of costs, and its positions; None if no path."""
+        reaches, origins = self._forward(costs, bottleneck=False)
+        total = float(reaches[-1][self.length])
+        if math.isinf(total):
+            return None
+        positions = [self.length]
+        for stage in reversed(range(len(origins))):
+            origin = origins[stage][positions[-1] - self.first[stage + 1]]
+            positions.append(int(origin) + self.first[stage])
+        return total, tuple(reversed(positions))
+
+    def least_bottleneck(self, costs: Sequence[Array]) -> float:
+        """The least possible maximum of costs; inf if no path."""
+        return float(self.forward(costs, bottleneck=True)[-1][self.length])
+
+    def search(self, arcs: ArcCosts, cutoff: float = math.inf) -> Path | None:
+        """The path of least sum + weight * max time + max sync; None if none is below `cutoff`."""
+        real = [np.isfinite(t) for t in arcs.time]
+        least_sync = [np.where(r, s, np.inf).min(axis=0) for r, s in zip(real, arcs.sync, strict=True)]
+        sync_floor = self.least_bottleneck(least_sync)
+        best: Path | None = None
+        limit = math.inf
+        while limit >= sync_floor and math.isfinite(sync_floor):
+            allowed = [
+                np.where(s <= limit, t, np.inf) for t, s in zip(arcs.time, arcs.sync, strict=True)
+            ]
+            least = [t.min(axis=0) for t in allowed]
+            target = cutoff if best is None else min(cutoff, best.objective)
+            found = self._sum_and_max(least, target - sync_floor)
+            if found is None:
+                break
+            positions, value = found
+            ways, sync = self._ways(arcs, positions, allowed)
+            if value + sync < target:
+                best = Path(positions=positions, ways=ways, objective=value + sync)
+            limit = math.nextafter(sync, -math.inf)
+            if best is not None and value + sync_floor >= best.objective * (1 - _SLACK):
+                break
+        return best
+
+    def _ways(
+        self, arcs: ArcCosts, positions: tuple[int, ...], allowed: Sequence[Array]
+    ) -> tuple[tuple[int, ...], float]:
+        ways, largest = [], 0.0
+        for stage, kind in enumerate(self.kind_of_stage):
+            start, end = positions[stage], positions[stage + 1]
+            way = int(allowed[kind][:, start, end].argmin())
+            ways.append(way)
+            largest = max(largest, float(arcs.sync[kind][way, start, end]))
+        return tuple(ways), largest
+
+    def _sum_and_max(
+        self, costs: Sequence[Array], cutoff: float
+    ) -> tuple[tuple[int, ...], float] | None:
+        """The path of least sum + weight * max below `cutoff`, with its value."""
+        floor = self.least_bottleneck(costs)
+        if math.isinf(floor):
+            return None
+        best: tuple[int, ...] | None = None
+        value = cutoff
+        limits = [floor, math.inf]  # the tightest limit first: it often gives the optimum
+        while limits:
+            limit = limits.pop(0)
+            found = self.shortest([np.where(c <= limit, c, np.inf) for c in costs])
+            if found is None:
+                continue
+            total, positions = found
+            largest = self._largest(costs, positions)
+            if total + self.weight * largest < value:
+                best, value = positions, total + self.weight * largest
+            if limit == floor or total + self.weight * floor >= value * (1 - _SLACK):
+                continue
+            limit = math.nextafter(largest, -math.inf)
+            if self.weight:
+                limit = min(limit, (value - total) / self.weight)
+            if limit > floor:
+                limits.append(limit)
+        return None if best is None else (best, value)
+
+    def _largest(self, costs: Sequence[Array], positions: tuple[int, ...]) -> float:
+        return max(
+            float(costs[kind][positions[stage], positions[stage + 1]])
+            for stage, kind in enumerate(self.kind_of_stage)
+        )
