@@ -18,9 +18,10 @@ from typing import NoReturn
 
 from autopar.errors import AutoparError, InputError
 
-_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
-_FAILED = 1
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+"""128 + the signal, as shells report it."""
+_FAULT = 70
+"""EX_SOFTWARE of sysexits.h. A fault is neither a yes nor a no."""
 
 _MODEL_HELP = (
     "a zoo model (see 'autopar zoo'), or package.module:function or path/file.py:function that "
@@ -31,7 +32,8 @@ _CLUSTER_HELP = (
     "YAML or JSON file"
 )
 _EPILOG = (
-    "Exit status: 0 done; 1 the answer is no (does not fit, does not match); 2 bad usage or input."
+    "Exit status: 0 done; 1 the answer is no (does not fit, does not match); 2 bad usage or input; "
+    "70 a fault of autopar."
 )
 
 
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader of stdout has gone; nothing is left to say, nor for the interpreter to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        return _BROKEN_PIPE
     except AutoparError as error:
         if debug:
             traceback.print_exc()
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             hint += "; run the command again with --debug for the traceback"
         kind = type(error).__name__
-        return _fail(f"{kind}: {error} ({hint})", _FAILED, kind, as_json=as_json)
+        return _fail(f"{kind}: {error} ({hint})", _FAULT, kind, as_json=as_json)
 
 
 def _fail(message: str, status: int, kind: str, *, as_json: bool) -> int:
@@ -124,14 +126,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _number(text: str, *, zero: bool = False) -> float:
+def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "of at least 0" if zero else "above 0"
-        raise argparse.ArgumentTypeError(f"expected a number {least}, found {text!r}")
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return value
 
 
@@ -216,9 +217,13 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "micro_batch, schedule, recompute (none, all), zero (0), weight:NAME (a placement such as "
         "S(0)), boundary (a module that starts a stage)",
     )
-    add("--memory-limit", metavar="GIB", type=_number, help="memory of each device to plan for")
-    add("--time-limit", metavar="S", type=_number, help="seconds the search may take (default: 60)")
-    add("--gap", metavar="X", type=partial(_number, zero=True), help="relative gap to stop at")
+    add("--memory-limit", metavar="GIB", type=_positive, help="memory of each device to plan for")
+    add(
+        "--time-limit",
+        metavar="S",
+        type=_positive,
+        help="seconds the search may take (default: 60)",
+    )
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 
 

@@ -15,8 +15,7 @@ Report = Callable[[str, float | None], None]
 def progress(stream: TextIO | None = None) -> Iterator[Report]:
     """Show what the reports say on `stream` (stderr), until the block ends."""
     stream = sys.stderr if stream is None else stream
-    shown = _bar(stream) if stream.isatty() else _lines(stream)
-    with shown as report:
+    with _bar(stream) if stream.isatty() else _lines(stream) as report:
         yield report
 
 
@@ -36,7 +35,7 @@ def _lines(stream: TextIO) -> Iterator[Report]:
 @contextmanager
 def _bar(stream: TextIO) -> Iterator[Report]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -48,18 +47,16 @@ def _bar(stream: TextIO) -> Iterator[Report]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    tasks: dict[str, TaskID] = {}
+    task = bar.add_task("starting", total=None)
+    last = ""
 
     def report(phase: str, fraction: float | None) -> None:
-        if phase not in tasks:
-            _finish(bar, tasks)
-            tasks[phase] = bar.add_task(phase, total=None)
-        total = None if fraction is None else 1.0
-        bar.update(tasks[phase], total=total, completed=fraction or 0.0)
+        nonlocal last
+        if phase != last:
+            bar.reset(task, description=phase, total=None)
+            last = phase
+        if fraction is not None:
+            bar.update(task, total=1.0, completed=fraction)
 
     with bar:
         yield report
-
-
-def _finish(bar: object, tasks: dict[str, object]) -> None:
-    raise NotImplementedError

@@ -204,14 +204,12 @@ def _price_survivors(
 ) -> ArcCosts:
     """Make exact whatever may beat the incumbent, and drop the rest."""
     kept = table.survivors(search, arcs, run.objective)
-    used = [np.zeros(k.shape[1:], dtype=bool) for k in arcs.time]
+    used = [np.zeros_like(table.pricer.run, dtype=bool) for _ in table.pricer.kinds]
     for stage, kind in enumerate(search.kind_of_stage):
-        used[kind] |= kept[stage].any(axis=0)
+        used[kind] |= kept[stage]
     for kind, mask in enumerate(used):
         table.price((kind, int(c)) for c in np.unique(table.pricer.run[mask]))
-    exact = table.arcs()
-    times = [np.where(mask, t, np.inf) for t, mask in zip(exact.time, used, strict=True)]
-    return ArcCosts(time=times, sync=exact.sync)
+    return table.arcs(used)
 
 
 def _certify(run: _Run, exact: _Exact, engine: Backend) -> PartitionSolution:

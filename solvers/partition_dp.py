@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.partition_pricing import Array, OutOfTime
 from solvers.partition_problem import PartitionProblem
@@ -25,10 +26,40 @@ _SLACK = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArcCosts:
-    """Time and sync of arcs, per kind of stage: arrays [ways, start, end]; inf = no such arc."""
+    """Time and sync of arcs, per kind of stage: arrays [ways, composition]; inf = no such way.
+
+    `run[start, end]` is the composition of an arc, `boundary_s[start, end]` the cost of its cuts
+    and `allowed` says, per kind, which arcs there are.
+    """
 
     time: list[Array]
     sync: list[Array]
+    run: NDArray[np.intp]
+    boundary_s: Array
+    allowed: list[NDArray[np.bool_]]
+
+    def least_time(self, sync_limit: float = math.inf) -> list[Array]:
+        """Per kind, the least time [start, end] of the ways within a sync limit."""
+        least = []
+        for time_s, sync_s, allowed in zip(self.time, self.sync, self.allowed, strict=True):
+            of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run]
+            least.append(np.where(allowed, of_run + self.boundary_s, np.inf))
+        return least
+
+    def least_sync(self) -> list[Array]:
+        """Per kind, the least sync [start, end] of any way."""
+        least = []
+        for time_s, sync_s, allowed in zip(self.time, self.sync, self.allowed, strict=True):
+            of_run = np.where(np.isfinite(time_s), sync_s, np.inf).min(axis=0)[self.run]
+            least.append(np.where(allowed, of_run, np.inf))
+        return least
+
+    def fastest(self, kind: int, start: int, end: int, sync_limit: float) -> tuple[int, float]:
+        """The fastest way of an arc within a sync limit, and its sync."""
+        composition = self.run[start, end]
+        sync = self.sync[kind][:, composition]
+        way = int(np.where(sync <= sync_limit, self.time[kind][:, composition], np.inf).argmin())
+        return way, float(sync[way])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,22 +150,16 @@ class ChainSearch:
 
     def search(self, arcs: ArcCosts, cutoff: float = math.inf) -> Path | None:
         """The path of least sum + weight * max time + max sync; None if none is below `cutoff`."""
-        real = [np.isfinite(t) for t in arcs.time]
-        least_sync = [np.where(r, s, np.inf).min(axis=0) for r, s in zip(real, arcs.sync, strict=True)]
-        sync_floor = self.least_bottleneck(least_sync)
+        sync_floor = self.least_bottleneck(arcs.least_sync())
         best: Path | None = None
         limit = math.inf
         while limit >= sync_floor and math.isfinite(sync_floor):
-            allowed = [
-                np.where(s <= limit, t, np.inf) for t, s in zip(arcs.time, arcs.sync, strict=True)
-            ]
-            least = [t.min(axis=0) for t in allowed]
             target = cutoff if best is None else min(cutoff, best.objective)
-            found = self._sum_and_max(least, target - sync_floor)
+            found = self._sum_and_max(arcs.least_time(limit), target - sync_floor)
             if found is None:
                 break
             positions, value = found
-            ways, sync = self._ways(arcs, positions, allowed)
+            ways, sync = self._ways(arcs, positions, limit)
             if value + sync < target:
                 best = Path(positions=positions, ways=ways, objective=value + sync)
             limit = math.nextafter(sync, -math.inf)
@@ -143,15 +168,13 @@ class ChainSearch:
         return best
 
     def _ways(
-        self, arcs: ArcCosts, positions: tuple[int, ...], allowed: Sequence[Array]
+        self, arcs: ArcCosts, positions: tuple[int, ...], limit: float
     ) -> tuple[tuple[int, ...], float]:
-        ways, largest = [], 0.0
-        for stage, kind in enumerate(self.kind_of_stage):
-            start, end = positions[stage], positions[stage + 1]
-            way = int(allowed[kind][:, start, end].argmin())
-            ways.append(way)
-            largest = max(largest, float(arcs.sync[kind][way, start, end]))
-        return tuple(ways), largest
+        found = [
+            arcs.fastest(kind, positions[stage], positions[stage + 1], limit)
+            for stage, kind in enumerate(self.kind_of_stage)
+        ]
+        return tuple(way for way, _ in found), max(sync for _, sync in found)
 
     def _sum_and_max(
         self, costs: Sequence[Array], cutoff: float

@@ -63,7 +63,7 @@ def solve_ilp(
     scale = incumbent or 1.0
     variables = _add_arcs(lp, search, arcs, kept, scale)
     _add_flow(lp, variables, search)
-    floor = search.least_bottleneck([t.min(axis=0) for t in arcs.time])
+    floor = search.least_bottleneck(arcs.least_time())
     bottleneck = lp.add_variable("bottleneck", floor / scale)
     sync = lp.add_variable("sync", 0)
     _add_maxima(lp, variables, bottleneck, sync)
@@ -85,19 +85,21 @@ def _add_arcs(
 ) -> list[_Arc]:
     variables = []
     for stage, kind in enumerate(search.kind_of_stage):
-        for way, start, end in np.argwhere(kept[stage]):
-            name = f"x_{stage}_{start}_{end}_{way}"
-            variables.append(
-                _Arc(
-                    stage=stage,
-                    start=int(start),
-                    end=int(end),
-                    way=int(way),
-                    time=float(arcs.time[kind][way, start, end]) / scale,
-                    sync=float(arcs.sync[kind][way, start, end]) / scale,
-                    used=lp.add_variable(name, 0, 1, cat=pulp.LpInteger),
+        for start, end in np.argwhere(kept[stage]):
+            prices = arcs.time[kind][:, arcs.run[start, end]] + arcs.boundary_s[start, end]
+            for way in np.flatnonzero(np.isfinite(prices)):
+                name = f"x_{stage}_{start}_{end}_{way}"
+                variables.append(
+                    _Arc(
+                        stage=stage,
+                        start=int(start),
+                        end=int(end),
+                        way=int(way),
+                        time=float(prices[way]) / scale,
+                        sync=float(arcs.sync[kind][way, arcs.run[start, end]]) / scale,
+                        used=lp.add_variable(name, 0, 1, cat=pulp.LpInteger),
+                    )
                 )
-            )
     return variables
 
 

@@ -22,6 +22,7 @@ Array = NDArray[np.float64]
 
 _MAX_MULTIPLIERS = 64
 _ROUNDING = 1e-12
+_PARETO_BLOCK = 256
 
 
 class OutOfTime(Exception):
@@ -82,6 +83,7 @@ class Pricer:
         self.kinds, self.kind_of_stage = _stage_kinds(problem)
         self.classes = [ClassTable(options) for options in problem.classes]
         self.run, self.compositions = _compositions(problem)
+        self.weight = _time_weight(problem)
         self.thresholds = sorted({float(t) for c in self.classes for t in c.transient})
         self._frontiers: dict[tuple[int, float, tuple[int, ...]], Frontier] = {}
         self._prices: dict[tuple[int, int], tuple[Price, ...]] = {}
@@ -196,7 +198,7 @@ class Pricer:
             if time.perf_counter() > self.deadline:
                 raise OutOfTime
             table = self.classes[_last(counts)]
-            current = _extend(current, table, in_flight, threshold, largest)
+            current = _extend(current, table, in_flight, threshold, largest, self.weight)
             self._frontiers[in_flight, threshold, counts] = current
         return current
 
@@ -242,6 +244,12 @@ def _compositions(problem: PartitionProblem) -> tuple[NDArray[np.intp], NDArray[
     return run, compositions
 
 
+def _time_weight(problem: PartitionProblem) -> float:
+    """What a second of a stage's own block time costs at least, in seconds of objective."""
+    uses = problem.num_micro_batches if problem.num_stages == 1 else 1
+    return uses * min(problem.time_scale)
+
+
 def _last(counts: tuple[int, ...]) -> int:
     return max(index for index, count in enumerate(counts) if count)
 
@@ -252,7 +260,12 @@ def _one_less(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _extend(
-    frontier: Frontier, table: ClassTable, in_flight: int, threshold: float, largest: float
+    frontier: Frontier,
+    table: ClassTable,
+    in_flight: int,
+    threshold: float,
+    largest: float,
+    weight: float,
 ) -> Frontier:
     """The frontier with one block more, of what fits into `largest` bytes."""
     allowed = np.flatnonzero(table.transient <= threshold)
@@ -263,7 +276,7 @@ def _extend(
     points, choices, used = points[fitting], choices[fitting], used[fitting]
     times = frontier.time[points] + table.time[choices]
     sync = frontier.sync[points] + table.sync[choices]
-    kept = pareto(times, used, sync)
+    kept = pareto(times, used, sync + weight * times)
     return Frontier(
         time=times[kept],
         used=used[kept],
@@ -273,19 +286,31 @@ def _extend(
     )
 
 
-def pareto(time_s: Array, used: Array, sync: Array) -> NDArray[np.intp]:
-    """Indices of the points that no other matches or beats in all three, ascending by time."""
-    order = np.lexsort((sync, used, time_s))
+def pareto(first: Array, second: Array, third: Array) -> NDArray[np.intp]:
+    """Indices of the points that no other matches or beats in all three, ascending by `first`."""
+    order = np.lexsort((third, second, first))
     if len(order) == 0:
         return order
-    if (sync == sync[0]).all():
-        ordered = used[order]
-        before = np.minimum.accumulate(ordered)
-        first = np.concatenate([[True], ordered[1:] < before[:-1]])
-        return order[first]
-    kept = []
-    while len(order):
-        head = order[0]
-        kept.append(head)
-        order = order[(used[order] < used[head]) | (sync[order] < sync[head])]
-    return np.array(kept, dtype=np.intp)
+    ordered = second[order]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(ordered)[:-1]])
+    front = ordered < before  # beaten by none in the first two
+    rival = order[np.maximum.accumulate(np.where(front, np.arange(len(order)), 0))]
+    order = order[front | (third[order] < third[rival])]
+    if len(order) == front.sum():
+        return order
+    kept = order[:0]
+    for start in range(0, len(order), _PARETO_BLOCK):
+        block = order[start : start + _PARETO_BLOCK]
+        block = block[~_beats(kept, block, second, third).any(axis=1)]
+        earlier = np.tri(len(block), k=-1, dtype=bool)  # sorted: only those before can beat
+        beaten = (_beats(block, block, second, third) & earlier).any(axis=1)
+        kept = np.concatenate([kept, block[~beaten]])
+    return kept
+
+
+def _beats(
+    rivals: NDArray[np.intp], points: NDArray[np.intp], second: Array, third: Array
+) -> NDArray[np.bool_]:
+    """[point, rival]: whether the rival needs no more of either."""
+    no_more = second[rivals] <= second[points][:, None]
+    return np.asarray(no_more & (third[rivals] <= third[points][:, None]))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.partition_dp import ArcCosts, ChainSearch, Path
-from solvers.partition_pricing import Array, Price, Pricer
+from solvers.partition_pricing import Price, Pricer
 from solvers.partition_problem import PartitionProblem
 
 _KEEP_SLACK = 1e-9
@@ -29,12 +29,14 @@ class PriceTable:
         position = np.arange(length + 1)
         self._is_run = position[None, :] - position[:, None] >= problem.min_blocks
 
-    def arcs(self) -> ArcCosts:
-        """The costs known so far, by start and end."""
-        run = self.pricer.run
+    def arcs(self, allowed: list[NDArray[np.bool_]] | None = None) -> ArcCosts:
+        """The costs known so far, of the arcs `allowed` per kind."""
         return ArcCosts(
-            time=[np.where(self._is_run, t[:, run] + self._boundary, np.inf) for t in self.time],
-            sync=[s[:, run] for s in self.sync],
+            time=[t.copy() for t in self.time],
+            sync=[s.copy() for s in self.sync],
+            run=self.pricer.run,
+            boundary_s=self._boundary,
+            allowed=allowed or [self._is_run] * len(self.time),
         )
 
     def arcs_of(self, path: Path) -> list[tuple[int, int]]:
@@ -68,28 +70,22 @@ class PriceTable:
     def survivors(
         self, search: ChainSearch, arcs: ArcCosts, objective: float
     ) -> list[NDArray[np.bool_]]:
-        """Per stage, the arcs [ways, start, end] that a solution as good as `objective` may use.
+        """Per stage, the arcs [start, end] that a solution as good as `objective` may use.
 
         A solution through an arc costs at least the shortest way to it and from it, its own time,
         and the bottleneck and sync that it, or any solution, has at least.
         """
-        least = [t.min(axis=0) for t in arcs.time]
-        least_sync = [s.min(axis=0) for s in self._real_sync(arcs)]
+        least, least_sync = arcs.least_time(), arcs.least_sync()
         floor, sync_floor = search.least_bottleneck(least), search.least_bottleneck(least_sync)
         before, after = search.forward(least), search.backward(least)
         kept = []
         for stage, kind in enumerate(self.pricer.kind_of_stage):
-            own, sync = arcs.time[kind], arcs.sync[kind]
-            bound = before[stage][:, None] + own + after[stage + 1][None, :]
+            own, sync = least[kind], least_sync[kind]
             longest = np.maximum(np.where(np.isfinite(own), own, 0.0), floor)
+            bound = before[stage][:, None] + own + after[stage + 1][None, :]
             bound = bound + search.weight * longest + np.maximum(sync, sync_floor)
             kept.append(np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK)))
         return kept
-
-    @staticmethod
-    def _real_sync(arcs: ArcCosts) -> list[Array]:
-        pairs = zip(arcs.time, arcs.sync, strict=True)
-        return [np.where(np.isfinite(t), s, np.inf) for t, s in pairs]
 
     def options(self, problem: PartitionProblem, path: Path) -> tuple[int, ...]:
         """The option of every block on a priced path."""

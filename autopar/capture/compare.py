@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir.graph import Arg, OpGraph, OpNode
+from autopar.capture.arguments import op_overload
+from autopar.ir.graph import Arg, OpGraph, OpNode, Ref
 
-MODE_ARGS: dict[str, tuple[tuple[int, str, Arg], ...]] = {
-    "aten.dropout.default": ((2, "train", True),),
-    "aten.feature_dropout.default": ((2, "train", True),),
-    "aten.alpha_dropout.default": ((2, "train", True),),
-    "aten.scaled_dot_product_attention.default": ((4, "dropout_p", 0.0),),
-    "aten.batch_norm.default": ((5, "training", True),),
-    "aten.instance_norm.default": ((5, "use_input_stats", True),),
+MODE_ARGS: dict[str, tuple[str, ...]] = {
+    "aten.dropout.default": ("train",),
+    "aten.feature_dropout.default": ("train",),
+    "aten.alpha_dropout.default": ("train",),
+    "aten.scaled_dot_product_attention.default": ("dropout_p",),
+    "aten.batch_norm.default": ("training",),
+    "aten.instance_norm.default": ("use_input_stats",),
 }
-"""Arguments that tell training from evaluation: op to (position, name, value put in for both)."""
+"""The arguments that tell training from evaluation."""
+
+MEMORY_ONLY = frozenset(["aten.contiguous.default"])
+"""Ops that move memory but change no value. Whether a model needs one depends on the strides of
+their input, which dropout changes."""
 
 
 def same_when_evaluating(train: OpGraph, evaluation: OpGraph) -> bool:
@@ -23,31 +29,60 @@ def same_when_evaluating(train: OpGraph, evaluation: OpGraph) -> bool:
 
 
 def first_difference(train: OpGraph, evaluation: OpGraph) -> str | None:
-    """What first differs between the graph in training and in eval mode; None if nothing does."""
-    for field in ("sources", "loss", "outputs", "output_tree"):
+    """What first differs between the graph in training and in eval mode; None if nothing does.
+
+    Names of nodes do not count, nor do ops that only move memory.
+    """
+    for field in ("sources", "output_tree"):
         if getattr(train, field) != getattr(evaluation, field):
             return field
-    for ours, theirs in zip(train.nodes, evaluation.nodes, strict=False):
-        if _without_mode(ours) != _without_mode(theirs):
-            return f"node {ours.name} ({ours.target}) against {theirs.name} ({theirs.target})"
-    if len(train.nodes) != len(evaluation.nodes):
-        return f"{len(train.nodes)} nodes against {len(evaluation.nodes)}"
+    ours, theirs = list(_canonical(train)), list(_canonical(evaluation))
+    for (node, form), (other, other_form) in zip(ours, theirs, strict=False):
+        if form != other_form:
+            return f"{_place(node)} in training, {_place(other)} in evaluation"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} ops in training, {len(theirs)} in evaluation"
     return None
 
 
-def _without_mode(node: OpNode) -> OpNode:
-    args = list(node.args)
-    kwargs = dict(node.kwargs)
-    for position, name, value in MODE_ARGS.get(node.target, ()):
-        if position < len(args):
-            args[position] = value
-        kwargs.pop(name, None)
-    return replace(node, args=_without_tail(node, args), kwargs=tuple(kwargs.items()))
+def _place(node: OpNode) -> str:
+    return f"{node.target} ({node.name}, {node.source})"
 
 
-def _without_tail(node: OpNode, args: list[Arg]) -> tuple[Arg, ...]:
-    """sdpa is called with and without its trailing dropout argument, which is 0.0 by default."""
-    if node.target == "aten.scaled_dot_product_attention.default":
-        while len(args) > 3 and args[-1] in (0.0, None) and args[-1] is not False:
-            args.pop()
-    return tuple(args)
+def _canonical(graph: OpGraph) -> Iterator[tuple[OpNode, object]]:
+    """Each node with a form that is equal for equal nodes; the results come last."""
+    names: dict[Ref, Ref] = {}
+    count, last = 0, None
+    for node in graph.nodes:
+        if node.target in MEMORY_ONLY:
+            source = node.inputs()[0]
+            names[Ref(node.name)] = names.get(source, source)
+            continue
+        args = tuple(_renamed(value, names) for value in _mode_free(node))
+        kwargs = tuple((key, _renamed(value, names)) for key, value in node.kwargs)
+        outputs = range(len(node.outputs))
+        names |= {Ref(node.name, j): Ref(f"#{count}", j) for j in outputs}
+        yield node, replace(node, name="", args=args, kwargs=kwargs, module_path="", source="")
+        count, last = count + 1, node
+    if last is not None:
+        results = (graph.loss, *graph.outputs)
+        yield last, tuple(_renamed(ref, names) for ref in results)
+
+
+def _mode_free(node: OpNode) -> tuple[Arg, ...]:
+    """The arguments, all of them given where some depend on the mode, without those."""
+    if node.target not in MODE_ARGS:
+        return node.args
+    schema = [a for a in op_overload(node.target)._schema.arguments if not a.kwarg_only]
+    return tuple(
+        None if a.name in MODE_ARGS[node.target] else node.arg(i, a.name, a.default_value)
+        for i, a in enumerate(schema)
+    )
+
+
+def _renamed(value: Arg, names: dict[Ref, Ref]) -> Arg:
+    if isinstance(value, Ref):
+        return names.get(value, value)
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, names) for item in value)
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -30,16 +30,27 @@ def convert(
     outputs: tuple[fx.Node, ...],
     sources: Mapping[fx.Node, Source],
     sizes: SizeReader,
-) -> tuple[list[OpNode], list[Ref], tuple[str, ...]]:
-    """Op nodes, the values of `outputs`, and notes.
+) -> tuple[list[OpNode], list[Ref]]:
+    """Op nodes and the values of `outputs`.
 
     Raises CaptureError naming op, line and module for what cannot be kept, FixedBatch where the
     graph holds for one batch size only.
     """
     converter = _Converter(flat, outputs, sources, sizes)
     converter.run()
-    refs = [converter.emitter.ref(node) for node in outputs]
-    return converter.emitter.nodes, refs, tuple(converter.notes)
+    return converter.emitter.nodes, [converter.emitter.ref(node) for node in outputs]
+
+
+def batch_arithmetic(nodes: Iterable[OpNode]) -> tuple[str, ...]:
+    """A note for each op that takes the batch size for a number: a split batch changes its value."""
+    notes: dict[str, None] = {}
+    for node in nodes:
+        schema = arguments.op_overload(node.target)._schema.arguments
+        numbers = [a.name for a in schema if str(a.type) in ("number", "Tensor")]
+        given = {a.name: value for a, value in zip(schema, node.args, strict=False)}
+        if node.inputs() and any(isinstance(given.get(name), Size) for name in numbers):
+            notes[f"{node.source or node.name}: {node.target} calculates with the batch size"] = None
+    return tuple(notes)
 
 
 class _Converter:
@@ -51,7 +62,6 @@ class _Converter:
         sizes: SizeReader,
     ) -> None:
         self.emitter = Emitter(flat, sources, sizes)
-        self.notes: dict[str, None] = {}
         self._aliases = Aliases(flat, [flat.resolve(node) for node in outputs])
 
     def run(self) -> None:
@@ -101,7 +111,6 @@ class _Converter:
         bound = arguments.canonical(op, bound, self.emitter.specs, outputs[0])
         if self._changes_nothing(op, family, bound, outputs[0]):
             return _first_ref(bound)
-        self._note_batch_arithmetic(step.node, op, bound)
         refs = self.emitter.emit(step, op, bound, outputs)
         return refs if isinstance(step.node.meta["val"], (tuple, list)) else refs[0]
 
@@ -124,15 +133,6 @@ class _Converter:
             unchanged = self.emitter.specs[_first_ref(bound)] == output
             return unchanged and bound["end"] == arguments.size_arg(extent)
         return False
-
-    def _note_batch_arithmetic(
-        self, node: fx.Node, op: torch._ops.OpOverload, bound: arguments.Bound
-    ) -> None:
-        """Note a size used as a number: its value differs when the batch is split."""
-        numbers = [a.name for a in op._schema.arguments if str(a.type) in ("number", "Tensor")]
-        if any(isinstance(bound.get(name), Size) for name in numbers):
-            where = location_in_stack(node.meta.get("stack_trace")) or node.name
-            self.notes[f"{where}: {op} calculates with the batch size"] = None
 
     def _output_specs(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         traced = node.meta["val"]

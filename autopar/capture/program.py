@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from autopar.capture.convert import convert
+from autopar.capture.convert import batch_arithmetic, convert
 from autopar.capture.entries import Batch, Entries, read_entries
 from autopar.capture.flatten import flatten
 from autopar.capture.normalize import normalize
@@ -95,9 +95,11 @@ def _captured(
         **{node: source for node, (source, _) in constants.items()},
         **input_sources(entries, inputs, sizes),
     }
-    nodes, refs, notes = convert(flat, outputs, sources, sizes)
+    nodes, refs = convert(flat, outputs, sources, sizes)
     specs = _specs([*sources.values(), *state.values()], nodes)
-    nodes = _live(normalize(nodes, specs), refs)
+    nodes = _live(nodes, refs)
+    notes = batch_arithmetic(nodes)
+    nodes = normalize(nodes, specs)
     if not symbolic:
         notes = (f"batch size is fixed to {entries.samples}: {reason}", *notes)
     read = {ref.name for node in nodes for ref in node.inputs()} | {ref.name for ref in refs}

@@ -13,7 +13,7 @@ from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpe
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow, shared_layouts
-from autopar.plan.plan import NodeChoice, Plan, Variant
+from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
 from autopar.rules import axis_strategies, batch_axis, piece_hints
 
 
@@ -116,14 +116,31 @@ class ModelView:
             )
         return choices
 
-    def kernels(self, node: OpNode, choice: NodeChoice) -> tuple[str, ...]:
-        """The kernel on each axis, found again in the rules from the placements chosen."""
-        found = [self.batch.strategies[node.name].kernel]
+    def strategies(self, node: OpNode, choice: NodeChoice) -> tuple[AxisStrategy, ...]:
+        """The strategy on each axis, found again in the rules from the placements chosen."""
+        found = [self.batch.strategies[node.name]]
         for axis in range(1, len(self.mesh.axes)):
             inputs = tuple(layout[axis] for layout in choice.inputs)
             outputs = tuple(layout[axis] for layout in choice.outputs)
-            found.append(self._strategy(node, axis, inputs, outputs).kernel)
+            found.append(self._strategy(node, axis, inputs, outputs))
         return tuple(found)
+
+    def stage_shared(self, stage: StagePlan) -> tuple[Ref, ...]:
+        """Set-up values and inputs that the blocks of a stage read, in order of first use."""
+        seen: dict[Ref, None] = {}
+        for use in stage.blocks:
+            seen.update(dict.fromkeys(self.chain.blocks[use.index].shared))
+        return tuple(seen)
+
+    def stage_sums(self, stage: StagePlan) -> tuple[str, ...]:
+        """Values summed over all samples beforehand that a stage needs."""
+        shared = self.stage_shared(stage)
+        read = {ref.name for ref in shared} | {
+            ref.name
+            for name in self.setup_closure(shared, stop=self.batch.setup_sums)
+            for ref in self.nodes[name].inputs()
+        }
+        return tuple(name for name in self.batch.setup_sums if name in read)
 
     @cached_property
     def _hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
@@ -160,7 +177,9 @@ class ModelView:
             LocalNode(
                 node=self.nodes[name],
                 choice=choices[name],
-                kernels=self.kernels(self.nodes[name], choices[name]),
+                kernels=tuple(
+                    s.kernel for s in self.strategies(self.nodes[name], choices[name])
+                ),
                 random_index=(
                     self.random_numbers[name] - first if name in self.random_numbers else None
                 ),

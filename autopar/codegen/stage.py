@@ -94,7 +94,9 @@ def boundary_text(view: ModelView, refs: Sequence[Ref]) -> str:
         sizes = ", ".join(f"Size({s.const}, {s.per_sample})" for s in spec.shape)
         shape = f"({sizes},)" if len(spec.shape) == 1 else f"({sizes})"
         grad = ref in view.differentiable
-        items.append(f'BoundarySpec(shape={shape}, dtype="{spec.dtype}", requires_grad={grad})')
+        items.append(
+            f'BoundarySpec(name="{ref}", shape={shape}, dtype="{spec.dtype}", requires_grad={grad})'
+        )
     return "(" + "".join(f"\n    {item}," for item in items) + ("\n)" if items else ")")
 
 
@@ -152,6 +154,7 @@ class StagePrinter:
                 imports,
                 f"RECEIVES = {boundary_text(self.view, self.received())}",
                 f"SENDS = {boundary_text(self.view, self.sent())}",
+                f"INPUTS = {self._inputs()!r}",
                 "",
                 "",
                 *sums,
@@ -160,11 +163,22 @@ class StagePrinter:
             ]
         )
 
-    def _shared(self) -> list[Ref]:
-        seen: dict[Ref, None] = {}
-        for block in self.blocks:
-            seen.update(dict.fromkeys(block.shared))
-        return list(seen)
+    def _inputs(self) -> tuple[str, ...]:
+        """Keys of the batch entries that the stage reads."""
+        view = self.view
+        read = {ref.name for ref in self._shared()} | {
+            ref.name
+            for name in view.setup_closure(self._shared())
+            for ref in view.nodes[name].inputs()
+        }
+        return tuple(
+            source.fqn
+            for source in view.graph.sources
+            if source.kind is SourceKind.INPUT and source.name in read
+        )
+
+    def _shared(self) -> tuple[Ref, ...]:
+        return self.view.stage_shared(self.stage)
 
     def _printer(self, names: Sequence[str]) -> BodyPrinter:
         """A printer whose inputs, buffers and set-up sums are bound to what the stage is given."""
@@ -202,12 +216,7 @@ class StagePrinter:
     def _setup_sums(self) -> list[str]:
         """The function that gives this micro-batch's share of the sums over all samples."""
         view = self.view
-        needed = {
-            ref.name
-            for name in view.setup_closure(self._shared())
-            for ref in view.nodes[name].inputs()
-        } | {ref.name for ref in self._shared()}
-        wanted = [name for name in view.batch.setup_sums if name in needed]
+        wanted = view.stage_sums(self.stage)
         if not wanted:
             return ["SETUP_SUMS = None", "", ""]
         names = view.setup_closure([Ref(name) for name in wanted])

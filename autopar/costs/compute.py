@@ -4,17 +4,19 @@
 
 The efficiency of a matrix product falls smoothly with its dims and its total work:
 
-    efficiency = device.matmul_efficiency * shape(m, n, k) / shape(8192, 8192, 8192)
-    shape = s(m) s(n) s(k) * t / (t + ramp),  s(x) = x / (x + half),  t = flops / peak
+    efficiency = t / (t / best + ramp),  t = flops / peak
+    best = device.matmul_efficiency * shape(m, n, k) / shape(8192, 8192, 8192)
+    shape = s(m) s(n) s(k),  s(x) = x / (x + half)
 
 so that a product of 8192-cubes runs at the efficiency the device was measured at. `half` and
-`ramp` are set by eye to published cuBLAS sweeps (about a third of the peak at 1024-cubes and half
-at 2048-cubes on H100-class devices), not fitted; a profile replaces them.
+`ramp` are set by eye to published cuBLAS sweeps (about a third of the peak at 1024-cubes and more
+than half at 2048-cubes on H100-class devices), not fitted; a profile replaces them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
 from autopar.costs.flops import Contraction, attention_contractions, contraction, op_flops
@@ -71,18 +73,20 @@ def curve_of(device: DeviceSpec) -> EfficiencyCurve:
 
 def matmul_efficiency(product: Contraction, dtype: str, device: DeviceSpec) -> float:
     """Share of the peak that a matrix product reaches; see the module docstring."""
-    curve, peak = curve_of(device), device.flops(dtype)
+    half = curve_of(device).half_dim
 
-    def shape(part: Contraction) -> float:
-        ideal_s = part.flops / peak
-        dims = (part.m, part.n, part.k)
-        saturation = ideal_s / (ideal_s + curve.ramp_s) if ideal_s else 0.0
-        for dim in dims:
-            saturation *= dim / (dim + curve.half_dim)
-        return saturation
+    def shape(*dims: int) -> float:
+        return prod(dim / (dim + half) for dim in dims)
 
-    cube = Contraction(m=REFERENCE_DIM, n=REFERENCE_DIM, k=REFERENCE_DIM)
-    return min(1.0, device.matmul_efficiency * shape(product) / shape(cube))
+    cube = shape(REFERENCE_DIM, REFERENCE_DIM, REFERENCE_DIM)
+    best = device.matmul_efficiency * shape(product.m, product.n, product.k) / cube
+    return _with_ramp(min(1.0, best), product.flops, dtype, device)
+
+
+def _with_ramp(best: float, flops: float, dtype: str, device: DeviceSpec) -> float:
+    """Efficiency `best`, less what filling and draining the device costs."""
+    ideal_s = flops / device.flops(dtype)
+    return ideal_s / (ideal_s / best + curve_of(device).ramp_s) if flops and best else 0.0
 
 
 def attention_efficiency(op: LocalOp, device: DeviceSpec) -> float:
@@ -90,8 +94,8 @@ def attention_efficiency(op: LocalOp, device: DeviceSpec) -> float:
     kernel = attention_kernel(op, op.input_shapes[:3], op.input_dtypes[0], device.kind)
     if kernel != FUSED:
         return matmul_efficiency(attention_contractions(op)[0], op.input_dtypes[0], device)
-    ideal_s = op_flops(op).forward_flops / device.flops(op.input_dtypes[0])
-    return FUSED_ATTENTION_EFFICIENCY * ideal_s / (ideal_s + curve_of(device).ramp_s)
+    flops = op_flops(op).forward_flops
+    return _with_ramp(FUSED_ATTENTION_EFFICIENCY, flops, op.input_dtypes[0], device)
 
 
 def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:

@@ -195,9 +195,9 @@ VIEW_OPS: dict[str, _ViewRule] = {
     **dict.fromkeys(("mT", "adjoint", "matrix_H"), _last_two),
     **dict.fromkeys(("t", "numpy_T"), _reversed),
     **dict.fromkeys(("movedim", "moveaxis"), _movedim),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to", "broadcast_tensors"), _expand),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "narrow"), _same),
-    **dict.fromkeys(("unsafe_split", "unsafe_chunk", "broadcast_tensors"), _same),
+    **dict.fromkeys(("unsafe_split", "unsafe_chunk"), _same),
     **dict.fromkeys(("select", "unbind"), _drop_dim),
     **dict.fromkeys(("diagonal", "unfold", "as_strided", "real", "imag"), _unknown),
     **dict.fromkeys(("view_as_real", "view_as_complex"), _unknown),
@@ -213,6 +213,9 @@ MAY_VIEW_OPS: dict[str, _ViewRule] = {
     **dict.fromkeys(("dropout", "feature_dropout"), _dropout),
 }
 """Ops that return their input where there is nothing to do."""
+
+_VIEWS_OF_EACH = frozenset({"broadcast_tensors"})
+"""Ops whose output `i` is a view of input `i`."""
 
 _FRESH = """
 linear mm bmm matmul addmm baddbmm einsum mv dot convolution conv1d conv2d conv3d
@@ -265,8 +268,10 @@ def _stored_output(
     output = shape_at(node.outputs[index].shape, TRACE_BATCH)
     if not inputs:
         return Stored(own, contiguous_strides(output))
-    first, spec = stored[inputs[0]], specs[inputs[0]]
-    if rule := VIEW_OPS.get(node_op := op_name(node.target)) or MAY_VIEW_OPS.get(node_op):
+    node_op = op_name(node.target)
+    viewed = inputs[index if node_op in _VIEWS_OF_EACH else 0]
+    first, spec = stored[viewed], specs[viewed]
+    if rule := VIEW_OPS.get(node_op) or MAY_VIEW_OPS.get(node_op):
         view = _View(
             node=node,
             shape=shape_at(spec.shape, TRACE_BATCH),
@@ -281,19 +286,14 @@ def _stored_output(
     if is_attention(node_op):
         shapes = [shape_at(specs[ref].shape, TRACE_BATCH) for ref in inputs[:3]]
         fused = attention_kernel(node, shapes, spec.dtype, device_kind) == FUSED
-        return Stored(own, attention_strides(output) if fused else contiguous_strides(output))
+        like_query = elementwise_strides(output, [first.strides])
+        return Stored(own, like_query if fused else contiguous_strides(output))
     if node_op in _FRESH_OPS:
         return Stored(own, contiguous_strides(output))
     peers = [
         stored[ref].strides for ref in inputs if shape_at(specs[ref].shape, TRACE_BATCH) == output
     ]
     return Stored(own, elementwise_strides(output, peers))
-
-
-def attention_strides(shape: _Shape) -> Strides:
-    """A fused attention kernel writes (b, h, s, d) as a transposed (b, s, h, d)."""
-    swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-    return _swapped(contiguous_strides(swapped), len(shape) - 3, len(shape) - 2)
 
 
 def elementwise_strides(shape: _Shape, peers: Iterable[Strides]) -> Strides:

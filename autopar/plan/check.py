@@ -7,25 +7,28 @@ a model or of a cluster at hand is checked in `fingerprint`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import isclose, prod
+from typing import TypeVar
 
 from autopar.errors import PlanMismatch
-from autopar.ir.collective import CollectiveOp
+from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout, Partial, Shard
 from autopar.plan.plan import ParameterPlan, Plan, StagePlan
 from autopar.plan.text import amount, plural, spans
 from autopar.schedules.registry import SCHEDULES
 
-PIPELINE_AXIS = "pipeline"
-"""The axis between stages: a collective's group may be along it, a stage's mesh has none."""
+GROUPS = ("pipeline", "tied", "world")
+"""Groups of collectives that are no mesh axes: neighbouring stages, stages that hold one parameter,
+all ranks."""
 
 _SHOWN = 20
 _TOLERANCE = 1e-6
 """Relative; figures in a file are rounded."""
 
 Problems = Iterator[str]
+_Key = TypeVar("_Key")
 
 
 def check_plan(plan: Plan) -> None:
@@ -70,8 +73,8 @@ def _degrees(plan: Plan) -> Problems:
         if size < 1:
             yield f"{what}: expected at least 1, found {size}"
     for name, count in Counter(axis.name for axis in plan.axes).items():
-        if count > 1 or name == PIPELINE_AXIS:
-            yield f"axis {name}: expected one mesh axis of a name, and none called {PIPELINE_AXIS}"
+        if count > 1 or name in GROUPS:
+            yield f"axis {name}: expected one mesh axis of a name, none of {', '.join(GROUPS)}"
     if plan.pipeline != len(plan.stages):
         yield f"pipeline: expected {len(plan.stages)}, the number of stages, found {plan.pipeline}"
     if plan.schedule not in SCHEDULES:
@@ -191,17 +194,32 @@ def _variants(plan: Plan) -> Problems:
 
 
 def _collectives(plan: Plan) -> Problems:
-    known = {axis.name for axis in plan.axes} | {PIPELINE_AXIS}
+    known = {axis.name for axis in plan.axes} | set(GROUPS)
     for where, collectives in (
         ("plan", plan.collectives),
         *((f"stage {stage.index}", stage.collectives) for stage in plan.stages),
     ):
         for item in collectives:
             unknown = sorted(set(item.axes) - known)
-            if unknown and item.op is not CollectiveOp.SEND_RECV:
+            if unknown:
                 yield f"{where}: {item.op} of {item.value}: no axis is called {', '.join(unknown)}"
             if item.nbytes < 0 or item.count < 1:
                 yield f"{where}: {item.op} of {item.value}: {item.count} times {item.nbytes} bytes"
+    listed = (item for stage in plan.stages for item in stage.collectives)
+    for key, (stated, found) in _differing(_totals(plan.collectives), _totals(listed)).items():
+        yield f"plan: {' '.join(key)}: {amount(stated)} in all, {amount(found)} over the stages"
+
+
+def _totals(collectives: Iterable[Collective]) -> Counter[tuple[str, ...]]:
+    """Bytes by op, phase and group."""
+    totals: Counter[tuple[str, ...]] = Counter()
+    for item in collectives:
+        totals[item.op.value, item.phase, *item.axes] += item.count * item.nbytes
+    return totals
+
+
+def _differing(a: Counter[_Key], b: Counter[_Key]) -> dict[_Key, tuple[int, int]]:
+    return {key: (a[key], b[key]) for key in dict.fromkeys((*a, *b)) if a[key] != b[key]}
 
 
 def _memory(plan: Plan) -> Problems:

@@ -180,8 +180,7 @@ def _collectives(a: Plan, b: Plan) -> str:
 
 
 def _totals(plan: Plan) -> dict[tuple[str, str, str], tuple[int, int]]:
-    listed = (item for stage in plan.stages for item in stage.collectives)
-    return collective_totals((*listed, *plan.collectives))
+    return collective_totals(item for stage in plan.stages for item in stage.collectives)
 
 
 def _other(changes: tuple[tuple[str, Any, Any], ...]) -> str:

@@ -146,14 +146,11 @@ def _collective_lines(plan: Plan, names: set[str]) -> Iterator[str]:
     for stage in plan.stages:
         for item in stage.collectives:
             stages.setdefault(item, []).append(stage.index)
-    for item in plan.collectives:
-        stages.setdefault(item, [])
     for item, indices in stages.items():
         if item.value in names or item.value.rsplit(".", 1)[0] in names:
-            where = f"on stages {spans(indices)}" if indices else "between stages"
             yield (
                 f"{item.phase}: {item.op} of {amount(item.nbytes)} over {' x '.join(item.axes)}, "
-                f"{item.count} a step, {where}"
+                f"{item.count} a step on stages {spans(indices)}"
             )
 
 

@@ -5,7 +5,7 @@ Both are functions of the plan alone. `check_plan` comes first: they take a soun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -302,7 +302,7 @@ def _remarks(tied: tuple[str, ...], shard_sizes: tuple[int, ...], trainable: boo
 
 
 def collective_totals(
-    collectives: tuple[Collective, ...],
+    collectives: Iterable[Collective],
 ) -> dict[tuple[str, str, str], tuple[int, int]]:
     """By op, axes and phase: how many a step and rank, and their bytes together."""
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
@@ -314,23 +314,17 @@ def collective_totals(
 
 
 def _collectives(plan: Plan) -> str:
-    header = ("stages", "collective", "axis", "phase", "count", "tensor", "total")
+    """One row per kind of collective and total; stages that agree share the row."""
+    stages: dict[tuple[tuple[str, str, str], tuple[int, int]], list[int]] = {}
+    for stage in plan.stages:
+        for item in collective_totals(stage.collectives).items():
+            stages.setdefault(item, []).append(stage.index)
     rows = [
-        (where, op, axes, phase, str(count), amount(nbytes / count), amount(nbytes))
-        for where, totals in _collective_groups(plan)
-        for (op, axes, phase), (count, nbytes) in totals.items()
+        (op, group, phase, spans(indices), str(count), amount(nbytes / count), amount(nbytes))
+        for ((op, group, phase), (count, nbytes)), indices in stages.items()
     ]
+    header = ("collective", "group", "phase", "stages", "count", "mean", "total")
     return columns(header, rows, left=4) if rows else ""
-
-
-def _collective_groups(
-    plan: Plan,
-) -> Iterator[tuple[str, dict[tuple[str, str, str], tuple[int, int]]]]:
-    """Totals per run of stages that have the same, then those of the plan as a whole."""
-    totals = [(stage.index, collective_totals(stage.collectives)) for stage in plan.stages]
-    for found, group in groupby(totals, key=lambda item: item[1]):
-        yield spans(index for index, _ in group), found
-    yield "between", collective_totals(plan.collectives)
 
 
 def _prediction(plan: Plan) -> str:

@@ -45,6 +45,7 @@ def _attention(op: Op) -> IndexExpr:
         outputs=((*lead, row, ()),),
         sizes=sizes,
         even=frozenset(heads),
+        filled=True,
         kernel=ATTENTION_DROPOUT if op.arg(4, "dropout_p", 0.0) else LOCAL,
     )
 

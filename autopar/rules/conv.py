@@ -24,7 +24,8 @@ def _window(op: Op) -> IndexExpr:
     linear = op.node.op in _LINEAR_WINDOW_DIMS
     count = (_LINEAR_WINDOW_DIMS if linear else _WINDOW_DIMS)[op.node.op]
     rank = len(op.inputs[0].shape)
-    return walk(op, range(rank - count, rank), linear=(frozenset((0,)),) if linear else ())
+    dims = range(rank - count, rank)
+    return walk(op, dims, linear=(frozenset((0,)),) if linear else (), filled=True)
 
 
 @register("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
@@ -49,5 +50,6 @@ def _convolution(op: Op) -> IndexExpr | None:
         sizes=sizes_of((lead, shape[: len(lead)]))
         | {"g": Size(groups), "c": weight[1], "o": Size(weight[0].const // groups)},
         even=frozenset("g"),
+        filled=True,
         additive=frozenset((2,)),
     )

@@ -18,34 +18,34 @@ VOCAB_EMBEDDING = Kernel(name="vocab_embedding")
 def _embedding(op: Op) -> IndexExpr:
     """`w[v, e], ids[...] -> [..., e]`; split by rows, each id is found on one rank."""
     weight, ids = op.inputs[0].shape, op.inputs[1].shape
-    # counts over all ids scale the gradient, so the ids must then be whole
+    # counts over all ids then scale the gradient, so all ids and rows must be in one place
     scaled = bool(op.arg(3, "scale_grad_by_freq", False))
     dims = name_dims(ids, skip=range(len(ids)) if scaled else ())
     return IndexExpr(
         inputs=((("v",), ("e",)), dims),
         outputs=((*dims, ("e",)),),
         sizes=sizes_of((dims, ids)) | {"v": weight[0], "e": weight[1]},
+        blocked=frozenset("v" if scaled else ()),
         kernels={"v": VOCAB_EMBEDDING},
     )
 
 
 @register("aten.gather", "aten.take_along_dim")
-def _gather(op: Op) -> IndexExpr:
+def _gather(op: Op) -> IndexExpr | None:
     """`x` is read along `dim`, and elsewhere at the index's own position."""
     source, index = op.inputs[0].shape, op.inputs[1].shape
-    dim = op.dim(2 if op.node.op == "aten.take_along_dim" else 1, "dim")
+    broadcasts = op.node.op == "aten.take_along_dim"
+    dim = op.dim(2 if broadcasts else 1, "dim")
+    if broadcasts and any(index[i] != size for i, size in enumerate(source) if i != dim):
+        return None
     shared = _shared(source, (index,), dim)
-    sizes = sizes_of((shared, source))
-    at = () if index[dim] == FROZEN_ONE else ("j",)
-    out = (*shared[:dim], at, *shared[dim + 1 :])
-    index_dims = out
-    if op.node.op == "aten.gather":
-        return _by_name(op, shared, index_dims, out, sizes | {"j": index[dim]})
-    return _by_name(op, shared, ((),) * len(index), shared, sizes)
-
-
-def _by_name(op: Op, source: Dims, index: Dims, out: Dims, sizes: dict[str, Size]) -> IndexExpr:
-    return IndexExpr(inputs=(source, index), outputs=(out,), sizes=sizes, linear=(frozenset((0,)),))
+    read = (*shared[:dim], *name_dims(index[dim : dim + 1], prefix="j"), *shared[dim + 1 :])
+    return IndexExpr(
+        inputs=(shared, read),
+        outputs=(read,),
+        sizes=sizes_of((shared, source), (read, index)),
+        linear=(frozenset((0,)),),
+    )
 
 
 def _shared(shape: Shape, others: Sequence[Shape], dim: int) -> Dims:

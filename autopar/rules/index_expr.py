@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.ir.graph import Arg, OpNode, Ref, TensorSpec
-from autopar.ir.placement import R_STAR, P, Placement, R, Replicate, Shard
+from autopar.ir.placement import R_STAR, P, Placement, R, Replicate, Shard, chunk_sizes
 from autopar.ir.size import Size
 from autopar.ir.strategy import AxisStrategy, InnerCollective
 
@@ -91,11 +91,11 @@ class IndexExpr:
     """How the letters of an op run over its tensor inputs and outputs.
 
     A letter of an input that no output has is summed over. `blocked` letters are never split;
-    `even` ones only into equal parts. `additive` inputs are added to such a sum (a bias), so they
-    must be partial where it is. Each set in `linear` names inputs in which, taken together and
-    with the others fixed, the op is linear: they may be partial sums. `parted` letters run over an
-    input dim that is cut into pieces, one per output. `kernels` has the kernel for splitting a
-    letter where it is not `kernel`.
+    `even` ones only into equal parts; if `filled`, no rank may be left with nothing. `additive`
+    inputs are added to such a sum (a bias), so they must be partial where it is. Each set in
+    `linear` names inputs in which, taken together and with the others fixed, the op is linear:
+    they may be partial sums. `parted` letters run over an input dim that is cut into pieces, one
+    per output. `kernels` has the kernel for splitting a letter where it is not `kernel`.
     """
 
     inputs: tuple[Dims, ...]
@@ -103,6 +103,7 @@ class IndexExpr:
     sizes: Mapping[str, Size]
     blocked: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    filled: bool = False
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -180,7 +181,9 @@ class _Split:
         if self.letter in expr.blocked or self.extent < size or diagonal:
             return False
         composite = any(spot.outer * spot.inner > 1 for found in self.spots for spot in found)
-        return self.extent % size == 0 if composite or self.letter in expr.even else True
+        if composite or self.letter in expr.even:
+            return self.extent % size == 0
+        return not expr.filled or chunk_sizes(self.extent, size)[-1] > 0
 
     def units(self, size: int) -> list[tuple[int, ...]]:
         """Ways to cut the letter before splitting: not at all, or as its dims are hinted."""

@@ -29,7 +29,7 @@ def _vocab_cross_entropy(op: Op) -> Kernel:
 
 @register("autopar.cross_entropy_sum")
 def _cross_entropy_sum(op: Op) -> IndexExpr:
-    """`logits[n, v, ...], target[n, ...] -> sum of the losses`; the classes are dim 1, as in torch."""
+    """`logits[n, v, ...], target[n, ...] -> sum of the losses`; classes are dim 1, as in torch."""
     shape = op.inputs[0].shape
     classes = min(1, len(shape) - 1)
     dims = name_dims(shape)

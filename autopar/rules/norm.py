@@ -50,4 +50,5 @@ def _batch_norm(op: Op) -> IndexExpr:
         inputs=(dims, *((dims[1:2],) * (len(op.inputs) - 1))),
         outputs=(dims,),
         sizes=sizes_of((dims, shape)),
+        filled=True,
     )

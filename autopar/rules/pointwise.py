@@ -19,9 +19,9 @@ _NONLINEAR = (
     "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "isneginf",
     "isposinf", "le", "leaky_relu", "lerp", "lgamma", "log", "log10", "log1p", "log2",
     "log_sigmoid", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor",
-    "logit", "lt", "maximum", "minimum", "mish", "mod", "nan_to_num", "ne", "ones_like", "pow",
+    "logit", "lt", "maximum", "minimum", "mish", "nan_to_num", "ne", "ones_like", "pow",
     "rad2deg", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "selu", "sgn",
-    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softshrink", "sqrt",
     "square", "tan", "tanh", "threshold", "trunc", "xlogy", "zeros_like", "full_like",
     "empty_like", "__and__", "__or__", "__xor__", "bitwise_left_shift", "bitwise_right_shift",
     "max.other", "min.other",
@@ -42,7 +42,7 @@ def elementwise(op: Op, linear: Groups = (), kernel: Kernel = LOCAL) -> IndexExp
     )
 
 
-def walk(op: Op, walked: Iterable[int], linear: Groups = ()) -> IndexExpr:
+def walk(op: Op, walked: Iterable[int], linear: Groups = (), *, filled: bool = False) -> IndexExpr:
     """All tensors have the rank of input 0; dims in `walked` are read whole, others elementwise.
 
     Walked dims may differ in extent between the tensors.
@@ -55,6 +55,7 @@ def walk(op: Op, walked: Iterable[int], linear: Groups = ()) -> IndexExpr:
         outputs=tuple(align(spec.shape, dims, sizes) for spec in op.outputs),
         sizes=sizes,
         linear=linear,
+        filled=filled,
     )
 
 
@@ -109,12 +110,10 @@ register(
     "aten.neg", "aten.clone", "aten.contiguous", "aten.detach", "aten.alias", "aten.positive",
     "aten.lift_fresh_copy", "aten.conj", "aten.real",
 )(_linear_rule(_first))  # fmt: skip
-register("aten.to", "aten._to_copy", "aten.type_as", "aten.float", "aten.bfloat16", "aten.half")(
-    _linear_rule(_cast)
-)
+register("aten.to", "aten._to_copy", "aten.type_as")(_linear_rule(_cast))
 register("aten.masked_fill")(_linear_rule(_masked))
 register("aten.where.self")(_linear_rule(_both_branches))
-register("aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")(elementwise)
+register("aten.where.ScalarOther", "aten.where.ScalarSelf")(elementwise)
 
 
 @register("aten.addcmul")
@@ -178,7 +177,7 @@ def _pad(op: Op) -> IndexExpr:
     position = 2 if op.node.op == "aten.constant_pad_nd" else 3
     mode = op.arg(2, "mode", "constant") if position == 3 else "constant"
     zero = mode != "constant" or op.arg(position, "value") in (None, 0, 0.0)
-    return walk(op, padded, linear=_first(op) if zero else ())
+    return walk(op, padded, linear=_first(op) if zero else (), filled=True)
 
 
 @register("aten.cat", "aten.concat")

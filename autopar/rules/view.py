@@ -21,15 +21,13 @@ _ONLY = (frozenset((0,)),)
 
 @register(
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten",
-    "aten.squeeze", "aten.unsqueeze", "aten.reshape_as", "aten.view_as",
-    "aten.view_copy",
+    "aten.squeeze", "aten.unsqueeze", "aten.view_copy",
 )  # fmt: skip
 def _reshape(op: Op) -> IndexExpr:
     """The same elements in row-major order: letters are the common factors of both shapes."""
     source, target, sizes, blocked = match_factors(op.inputs[0].shape, op.outputs[0].shape)
-    others = tuple(((),) * len(spec.shape) for spec in op.inputs[1:])
     return IndexExpr(
-        inputs=(source, *others), outputs=(target,), sizes=sizes, blocked=blocked, linear=_ONLY
+        inputs=(source,), outputs=(target,), sizes=sizes, blocked=blocked, linear=_ONLY
     )
 
 
@@ -80,15 +78,14 @@ def _movedim(op: Op) -> IndexExpr:
     return _permuted(op, order)
 
 
-@register("aten.expand", "aten.expand_as", "aten.broadcast_to")
+@register("aten.expand", "aten.broadcast_to")
 def _expand(op: Op) -> IndexExpr:
     """New extents are letters of the output alone: each rank makes its share."""
     shape = op.outputs[0].shape
     dims = name_dims(shape)
     sizes = sizes_of((dims, shape))
-    others = tuple(((),) * len(spec.shape) for spec in op.inputs[1:])
     return IndexExpr(
-        inputs=(align(op.inputs[0].shape, dims, sizes), *others),
+        inputs=(align(op.inputs[0].shape, dims, sizes),),
         outputs=(dims,),
         sizes=sizes,
         linear=_ONLY,

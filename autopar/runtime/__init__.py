@@ -1,1 +1,1 @@
-"""Runs a generated program: process groups, communication, kernels, executor, parameters, launch."""
+"""Runs a generated program: process groups, communication, kernels, executor, parameters."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PlanMismatch
+from autopar.ir.placement import Shard, chunk_offsets, local_size, local_slices
 from autopar.runtime.recorder import Recorder
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -44,6 +45,18 @@ class AxisGroup:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def start(self, size: int) -> int:
+        """Where this rank's shard of a dim begins."""
+        return chunk_offsets(size, self.size)[self.rank]
+
+    def share(self, size: int, pieces: tuple[int, ...] = ()) -> int:
+        """How much of a dim this rank's shard holds."""
+        return local_size(size, Shard(0, pieces), self.size, self.rank)
+
+    def ranges(self, size: int, pieces: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
+        """`(start, length)` of each range of a dim that this rank's shard holds."""
+        return local_slices(size, Shard(0, pieces), self.size, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +89,7 @@ class Mesh:
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The grid for DTensor, made of the groups that exist; axes of size 1 are left out."""
         names = tuple(self.names[i] for i in self.wide)
-        groups = [self.axes[name].group or self.alone for name in names]
+        groups = [group for name in names if (group := self.axes[name].group or self.alone)]
         grid = torch.tensor(self.ranks).reshape([self.sizes[i] for i in self.wide])
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
@@ -121,7 +134,9 @@ class _Groups:
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in self._made:
             whole = ranks == self._world
-            self._made[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+            made = dist.group.WORLD if whole else dist.new_group(list(ranks))
+            assert made is not None
+            self._made[ranks] = made
         return self._made[ranks]
 
 
@@ -146,7 +161,7 @@ def create_world(
     wide = _wide_joins(axes, joins)
     meshes = tuple(_mesh(axes, tuple(ranks), rank, wide, groups, recorder) for ranks in stages)
     channels: dict[tuple[int, str], dist.ProcessGroup] = {}
-    for stage, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
+    for stage, (here, there) in enumerate(pairwise(stages)):
         if tuple(here) != tuple(there):
             for direction in (FORWARD, BACKWARD):
                 ends = sorted({*here, *there})

@@ -27,7 +27,7 @@ class Channels:
     def __init__(self, world: World) -> None:
         self._world = world
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._arriving: dict[tuple[int, str, int], list[tuple[dist.Work, Tensor]]] = {}
+        self._arriving: dict[tuple[int, str, int], list[tuple[dist.Work | None, Tensor]]] = {}
 
     def send(self, stage: int, direction: str, tensors: Sequence[Tensor]) -> None:
         """Send values of `stage` to the next stage, or gradients to the one before."""
@@ -40,6 +40,7 @@ class Channels:
                     CollectiveOp.SEND_RECV, whole.nbytes, AXES, backward=direction == BACKWARD
                 )
                 work = dist.isend(_wire(whole), other, group=group)
+                assert work is not None
                 self._sent.append((work, whole))
 
     def post(
@@ -54,17 +55,16 @@ class Channels:
         arriving = self._arriving.setdefault((stage, direction, micro_batch), [])
         for shape, dtype in shapes:
             buffer = torch.empty(shape, dtype=dtype, device=self._world.device)
-            if buffer.numel():
-                work = dist.irecv(_wire(buffer), other, group=group)
-                arriving.append((work, buffer))
-            else:
-                arriving.append((_DONE, buffer))
+            # Nothing is sent of a tensor without elements.
+            work = dist.irecv(_wire(buffer), other, group=group) if buffer.numel() else None
+            arriving.append((work, buffer))
 
     def take(self, stage: int, direction: str, micro_batch: int) -> list[Tensor]:
         """What was received; waits for it."""
         arrived = []
         for work, buffer in self._arriving.pop((stage, direction, micro_batch)):
-            work.wait()
+            if work is not None:
+                work.wait()
             arrived.append(buffer)
         return arrived
 
@@ -83,16 +83,6 @@ class Channels:
         downstream = (direction == FORWARD) == sending
         other = stage + 1 if downstream else stage - 1
         return self._world.peer(stage, other), self._world.channels[min(stage, other), direction]
-
-
-class _Done:
-    """The work of receiving nothing."""
-
-    def wait(self) -> bool:
-        return True
-
-
-_DONE = _Done()
 
 
 def _wire(x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.recorder import Recorder
 
@@ -27,5 +29,6 @@ class StepContext:
     seed: int = 0
     step: int = 0
     training: bool = True
+    device: torch.device = torch.device("cpu")
     recorder: Recorder = field(default_factory=Recorder)
     deferred: list[Callable[[], None]] | None = None

@@ -7,19 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.ir.placement import Layout, Partial
 from autopar.runtime.axes import World
 from autopar.runtime.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
-from autopar.runtime.executor import (
-    DATA_AXIS,
-    Executor,
-    StepData,
-    StepResult,
-    forward_only,
-    share_loss,
-)
+from autopar.runtime.executor import DATA_AXIS, Executor, StepData, forward_only, share_loss
+from autopar.runtime.outputs import collect_outputs
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.program import StageProgram
+from autopar.runtime.program import OutputSpec, StageProgram
 from autopar.runtime.sync import GradientSync
 from autopar.schedules.action import Schedule
 
@@ -42,12 +37,19 @@ class Engine:
         schedule: Schedule,
         inputs: Sequence[InputSpec],
         constants: Mapping[str, object] | None = None,
+        loss_layout: Layout | None = None,
+        outputs: Sequence[OutputSpec] = (),
         seed: int = 0,
         bucket_cap_bytes: int = DEFAULT_CAP_BYTES,
     ) -> None:
         self.world, self.store, self.seed = world, store, seed
         self.step = 0
-        self._inputs, self._constants = tuple(inputs), constants
+        self._inputs, self._constants, self._outputs = tuple(inputs), constants, tuple(outputs)
+        names = world.meshes[-1].names
+        self._partial_axes: tuple[str, ...] = (DATA_AXIS,)
+        if loss_layout is not None:
+            axes = zip(names, loss_layout, strict=True)
+            self._partial_axes = tuple(name for name, p in axes if isinstance(p, Partial))
         self._micro_batches = schedule.num_micro_batches
         weights = {stage: store.weights(stage) for stage in world.stages}
         self._train = Executor(world, train, weights, schedule)
@@ -72,16 +74,20 @@ class Engine:
             raise
         self._sync.finish(accumulate=accumulate)
         self.step += 1
-        return share_loss(result, self.world)
+        return share_loss(result, self.world, self._partial_axes)
 
-    def eval_step(self, batch: Any) -> tuple[Tensor, StepResult]:
-        """Forward only: the loss on every rank, and this rank's part of the outputs."""
-        result = self._evaluate.run(self._data(batch, training=False))
-        return share_loss(result, self.world), result
+    def eval_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward only, without dropout: the loss and the whole outputs by name, on every rank."""
+        data = self._data(batch, training=False)
+        result = self._evaluate.run(data)
+        outputs = collect_outputs(result, self._outputs, self.world, data.spans, data.samples)
+        return share_loss(result, self.world, self._partial_axes), outputs
 
     def _data(self, batch: Any, *, training: bool) -> StepData:
         tensors, samples = check_batch(batch, self._inputs, self._constants)
-        axis = self.world.meshes[self.world.stages[0]].axes.get(DATA_AXIS)
+        axis = None
+        for stage in self.world.stages:
+            axis = self.world.meshes[stage].axes.get(DATA_AXIS)
         size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
         spans = micro_batch_spans(samples, self._micro_batches, size, rank)
         return StepData(

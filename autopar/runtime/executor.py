@@ -42,11 +42,14 @@ class StepData:
 
 @dataclass(kw_only=True, slots=True)
 class StepResult:
-    """This rank's part of a step: the sum of its loss contributions (float64; None unless it runs
-    the last stage), and the outputs of each micro-batch that has samples."""
+    """This rank's part of a step.
+
+    `loss` is the sum of its loss contributions (float64; None unless it runs the last stage),
+    `outputs` what each stage returned besides, by stage and micro-batch.
+    """
 
     loss: Tensor | None = None
-    outputs: dict[int, Tensors] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ def _own_actions(schedule: Schedule, world: World, stages: tuple[int, ...]) -> t
             f"schedule {schedule.name!r} has {schedule.num_stages} stages; the program has "
             f"{len(world.meshes)}"
         )
+    if not stages:
+        return ()  # more processes than the plan has devices
     owners = schedule.stage_rank
     rows = {owners[stage] for stage in stages}
     row = rows.pop() if len(rows) == 1 else -1
@@ -198,6 +203,7 @@ class _Run:
             seed=self.data.seed,
             step=self.data.step,
             training=self.data.training,
+            device=self.world.device,
             recorder=self.world.recorder,
             deferred=deferred,
         )
@@ -214,8 +220,14 @@ class _Run:
                 self._inputs(stage, micro_batch),
                 self.setup[index],
             )
-        if index == self.executor.last:
-            outputs = self._finish_forward(stage, micro_batch, outputs)
+        is_last = index == self.executor.last
+        kept = 1 if is_last else len(stage.sends)
+        outputs, extra = outputs[:kept], outputs[kept:]
+        if extra:
+            self.result.outputs[index, micro_batch] = tuple(out.detach() for out in extra)
+        if is_last:
+            loss = outputs[0].detach().double()
+            self.result.loss = loss if self.result.loss is None else self.result.loss + loss
         else:
             self._check_boundary(stage, micro_batch, outputs)
             self.ready[index, FORWARD, micro_batch] = [out.detach() for out in outputs]
@@ -239,13 +251,6 @@ class _Run:
             # New tensor objects: a value that is passed on must not be a leaf of two graphs.
             return [value.detach() for value in self.ready.pop((source, direction, micro_batch))]
         return self.channels.take(stage, direction, micro_batch)
-
-    def _finish_forward(self, stage: StageProgram, micro_batch: int, outputs: Tensors) -> Tensors:
-        """Keep the loss and the outputs of the last stage; what the backward starts from."""
-        loss = outputs[0].detach().double()
-        self.result.loss = loss if self.result.loss is None else self.result.loss + loss
-        self.result.outputs[micro_batch] = tuple(out.detach() for out in outputs[1:])
-        return outputs[:1]
 
     def _check_boundary(self, stage: StageProgram, micro_batch: int, outputs: Tensors) -> None:
         """A wrong shape must not be sent: the receiver could not tell which tensor is wrong."""
@@ -331,12 +336,17 @@ _FORWARD_KINDS = frozenset({_K.FORWARD, _K.SEND_FORWARD, _K.RECV_FORWARD})
 _PHASES = {kind: "forward" if kind in _FORWARD_KINDS else "backward" for kind in ActionKind}
 
 
-def share_loss(result: StepResult, world: World) -> Tensor:
-    """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks."""
-    last = world.meshes[-1]
+def share_loss(
+    result: StepResult, world: World, partial_axes: Sequence[str] = (DATA_AXIS,)
+) -> Tensor:
+    """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks.
+
+    `partial_axes` are those on which the loss contributions of the last stage are partial sums; on
+    other axes they are equal, and counted once.
+    """
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     if result.loss is not None:
-        # The same on all ranks but those along the data axis: counted on the first of the others.
-        others = [axis.rank for name, axis in last.axes.items() if name != DATA_AXIS]
-        total = result.loss if not any(others) else total
+        axes = world.meshes[-1].axes
+        if all(axis.rank == 0 for name, axis in axes.items() if name not in partial_axes):
+            total = result.loss
     return primitives.all_reduce(total, world.everyone)

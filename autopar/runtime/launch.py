@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from autopar.errors import InputError, RuntimeFailure
 from autopar.runtime.worker import FunctionName, Report, serve
@@ -36,7 +37,7 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -86,7 +87,7 @@ class WorkerPool:
         self._kill()
 
     def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited; many ranks share the cores

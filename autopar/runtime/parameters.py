@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -92,7 +93,7 @@ class ParameterStore:
         self.tree = ParameterTree()
         self.entries: dict[str, Entry] = {}
         self.owners = _owners(self.specs)
-        meshes: dict[tuple[int, ...], dist.DeviceMesh] = {}
+        meshes: dict[tuple[int, ...], DeviceMesh] = {}
         for stage in world.stages:
             mesh = world.meshes[stage]
             if mesh.ranks not in meshes:
@@ -101,7 +102,7 @@ class ParameterStore:
                 if spec.fqn not in self.entries:
                     self._add(spec, mesh, meshes[mesh.ranks])
 
-    def _add(self, spec: ParameterSpec, mesh: Mesh, device_mesh: dist.DeviceMesh) -> None:
+    def _add(self, spec: ParameterSpec, mesh: Mesh, device_mesh: DeviceMesh) -> None:
         if len(spec.layout) != len(mesh.names) or any(isinstance(p, Partial) for p in spec.layout):
             raise PlanMismatch(
                 f"parameter {spec.fqn!r} has layout ({', '.join(map(str, spec.layout))}); expected "
@@ -234,15 +235,14 @@ def label_gradient(entry: Entry, grad: Tensor) -> DTensor:
     )
 
 
-def _dtensor(
-    local: Tensor, spec: ParameterSpec, mesh: Mesh, device_mesh: dist.DeviceMesh
-) -> DTensor:
+def _dtensor(local: Tensor, spec: ParameterSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
     """DTensor has no pieces: a packed dim is labelled as cut, and only we can put it together."""
     placements: list[TorchPlacement] = []
     for i in mesh.wide:
         placement = spec.layout[i]
-        cut = isinstance(placement, Shard)
-        placements.append(TorchShard(placement.dim) if cut else TorchReplicate())
+        placements.append(
+            TorchShard(placement.dim) if isinstance(placement, Shard) else TorchReplicate()
+        )
     stride, strides = 1, []
     for extent in reversed(spec.shape):
         strides.append(stride)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from autopar.ir.placement import Shard, local_size
-from autopar.ir.size import Shape, shape_at
+from autopar.ir.placement import Layout, Partial, Replicate, Shard, local_size
+from autopar.ir.size import Shape, Size, shape_at
 from autopar.runtime.axes import Mesh
 from autopar.runtime.context import StepContext
+from autopar.runtime.data import InputSpec
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
 Forward = Callable[[Named, StepContext, Tensors, Named, Named], Tensors]
 """`forward(w, ctx, received, inputs, setup)`: local weights by name, boundary tensors of the stage
 before, this rank's slice of the batch, the summed setup values. Returns the boundary tensors of the
-next stage; the last stage returns `(loss_contribution, *outputs)`. A value that a later stage needs
-is passed on as it was received."""
+next stage, then outputs of the model that this stage makes; the last stage returns
+`(loss_contribution, *outputs)`. A value that a later stage needs is passed on as it was received."""
 
 Setup = Callable[[Named, StepContext, Named], Mapping[str, Tensor]]
 """`setup(w, ctx, inputs)`: one micro-batch's summands of the values that are summed beforehand."""
@@ -69,3 +71,54 @@ class StageProgram:
     sends: tuple[BoundarySpec, ...] = ()
     inputs: tuple[str, ...] = ()
     setup: Setup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSpec:
+    """One output of the model besides the loss. `shape` counts the samples of the whole batch,
+    `layout` has a placement for every axis of the mesh."""
+
+    name: str
+    stage: int
+    shape: Shape
+    dtype: str
+    layout: Layout
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
+        return getattr(torch, self.dtype)
+
+
+def pick(w: Named, keys: Iterable[str], prefix: str) -> dict[str, Tensor]:
+    """The tensors of one block by the names its code has for them.
+
+    A key is relative to `prefix`, the block's module path, or else the whole name.
+    """
+    return {key: w[prefix + key] if prefix + key in w else w[key] for key in keys}
+
+
+def recompute(function: Callable[..., Tensors], *args: object) -> Tensors:
+    """Run a block so that its forward runs again in the backward instead of being saved.
+
+    It is run to its end: ranks save different numbers of tensors where a shard is empty, and one
+    that stopped early would leave the others waiting in a collective. Random ops need no state
+    restored, since their masks do not depend on one.
+    """
+    return checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
+    )
+
+
+__all__ = [
+    "BoundarySpec",
+    "InputSpec",
+    "OutputSpec",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "Size",
+    "StageProgram",
+    "pick",
+    "recompute",
+]

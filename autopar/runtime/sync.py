@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import primitives
+from autopar.runtime.axes import AxisGroup
 from autopar.runtime.buckets import DEFAULT_CAP_BYTES, Bucket, GradientEntry, buckets
 from autopar.runtime.parameters import Entry, ParameterStore, label_gradient, local_part
 
@@ -94,5 +95,5 @@ def _gradient(entry: Entry) -> Tensor:
     return entry.local.grad
 
 
-def _all_reduce_(entry: Entry, axis: primitives.AxisGroup) -> None:
+def _all_reduce_(entry: Entry, axis: AxisGroup) -> None:
     entry.local.grad = primitives.all_reduce_(_gradient(entry).contiguous(), axis)

@@ -69,9 +69,10 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )

@@ -9,32 +9,29 @@ no deadlock: a receive only ever waits for a message sent before one that is nee
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
-from autopar.schedules.action import (
-    MATCHING_RECV,
-    Action,
-    ActionKind,
-    Schedule,
-    matching_recv,
-)
+from autopar.schedules.action import MATCHING_RECV, Action, ActionKind, Schedule
 
 _K = ActionKind
-_SEND = {
-    _K.FORWARD: _K.SEND_FORWARD,
-    _K.BACKWARD: _K.SEND_BACKWARD,
-    _K.BACKWARD_INPUT: _K.SEND_BACKWARD,
-}
-"""The send that a value is made for."""
+_VALUES: tuple[tuple[tuple[ActionKind, ...], ActionKind], ...] = (
+    ((_K.FORWARD,), _K.SEND_FORWARD),
+    ((_K.BACKWARD, _K.BACKWARD_INPUT), _K.SEND_BACKWARD),
+)
+"""Kinds that make a value for the next stage and need one from the last, and how it is sent."""
 
-_RECV = {
-    _K.FORWARD: (_K.RECV_FORWARD, -1),
-    _K.BACKWARD: (_K.RECV_BACKWARD, 1),
-    _K.BACKWARD_INPUT: (_K.RECV_BACKWARD, 1),
-}
-"""The receive that a value is needed from, and the offset to the stage that sends."""
+_Channel = tuple[int, int, ActionKind]
+"""Sending rank, receiving rank, kind of the receive."""
 
-_Queues = dict[tuple[int, int, ActionKind], deque[Action]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Links:
+    """What crosses ranks, by kind and stage of the action that makes or needs it."""
+
+    sends: dict[tuple[ActionKind, int], tuple[ActionKind, _Channel]]
+    receives: dict[tuple[ActionKind, int], _Channel]
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -49,72 +46,61 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.has_communication:
         return schedule
-    owner = schedule.stage_rank
-    queues = _sent(schedule, owner)
-    return Schedule(
-        name=schedule.name,
-        num_stages=schedule.num_stages,
-        num_micro_batches=schedule.num_micro_batches,
-        ranks=tuple(_lower(schedule, rank, owner, queues) for rank in range(schedule.num_ranks)),
-    )
+    links = _links(schedule.stage_rank)
+    queues = _sent(schedule, links)
+    return replace(schedule, ranks=tuple(_lower(row, links, queues) for row in schedule.ranks))
 
 
-def _send_after(action: Action, owner: tuple[int, ...]) -> Action | None:
-    """The send that the result of an action needs, if another rank wants it."""
-    if action.kind not in _SEND:
-        return None
-    send = _SEND[action.kind]
-    to = action.stage + MATCHING_RECV[send][1]
-    if not 0 <= to < len(owner) or owner[to] == owner[action.stage]:
-        return None
-    return Action(send, action.stage, action.micro_batch)
+def _links(owner: tuple[int, ...]) -> _Links:
+    links = _Links(sends={}, receives={})
+    for kinds, send in _VALUES:
+        receive, offset = MATCHING_RECV[send]
+        for stage, rank in enumerate(owner):
+            to = stage + offset
+            if not 0 <= to < len(owner) or owner[to] == rank:
+                continue
+            channel = (rank, owner[to], receive)
+            for kind in kinds:
+                links.sends[kind, stage] = (send, channel)
+                links.receives[kind, to] = channel
+    return links
 
 
-def _recv_before(action: Action, owner: tuple[int, ...]) -> tuple[Action, int] | None:
-    """The receive that an action needs and the rank it comes from, if that is another one."""
-    if action.kind not in _RECV:
-        return None
-    receive, offset = _RECV[action.kind]
-    source = action.stage + offset
-    if not 0 <= source < len(owner) or owner[source] == owner[action.stage]:
-        return None
-    return Action(receive, action.stage, action.micro_batch), owner[source]
-
-
-def _sent(schedule: Schedule, owner: tuple[int, ...]) -> _Queues:
+def _sent(schedule: Schedule, links: _Links) -> dict[_Channel, deque[Action]]:
     """Per channel, the receives that match its sends, in the order of the sends."""
-    queues: _Queues = defaultdict(deque)
-    for rank, row in enumerate(schedule.ranks):
+    queues: dict[_Channel, deque[Action]] = defaultdict(deque)
+    for row in schedule.ranks:
         for action in row:
-            if send := _send_after(action, owner):
-                receive = matching_recv(send)
-                queues[rank, owner[receive.stage], receive.kind].append(receive)
+            if link := links.sends.get((action.kind, action.stage)):
+                send, channel = link
+                stage = action.stage + MATCHING_RECV[send][1]
+                queues[channel].append(Action(channel[2], stage, action.micro_batch))
     return queues
 
 
 def _lower(
-    schedule: Schedule, rank: int, owner: tuple[int, ...], queues: _Queues
+    actions: tuple[Action, ...], links: _Links, queues: dict[_Channel, deque[Action]]
 ) -> tuple[Action, ...]:
     row: list[Action] = []
-    early: set[Action] = set()
-    for action in schedule.ranks[rank]:
-        if need := _recv_before(action, owner):
-            receive, source = need
-            row.extend(_receives(receive, queues[source, rank, receive.kind], early))
+    received: set[tuple[_Channel, int, int]] = set()
+    for action in actions:
+        stage, micro_batch = action.stage, action.micro_batch
+        channel = links.receives.get((action.kind, stage))
+        if channel and (channel, stage, micro_batch) not in received:
+            for receive in _up_to(action, queues[channel]):
+                row.append(receive)
+                received.add((channel, receive.stage, receive.micro_batch))
         row.append(action)
-        if send := _send_after(action, owner):
-            row.append(send)
+        if link := links.sends.get((action.kind, stage)):
+            row.append(Action(link[0], stage, micro_batch))
     return tuple(row)
 
 
-def _receives(needed: Action, queue: deque[Action], early: set[Action]) -> list[Action]:
-    """Receives up to the needed one; those that come before it are noted in `early`."""
-    taken: list[Action] = []
-    if needed in early:
-        return taken
+def _up_to(needed: Action, queue: deque[Action]) -> Iterator[Action]:
+    """Take receives from a channel until the one that `needed` waits for, and that one."""
     while queue:
-        taken.append(queue.popleft())
-        if taken[-1] == needed:
-            return taken
-        early.add(taken[-1])
-    raise InputError(f"no rank makes the value that {needed} takes; validate the schedule first")
+        receive = queue.popleft()
+        yield receive
+        if (receive.stage, receive.micro_batch) == (needed.stage, needed.micro_batch):
+            return
+    raise InputError(f"no rank makes the value that {needed} needs; validate the schedule first")

@@ -65,7 +65,10 @@ def node_options(node: OpNode, axes: Sequence[str], strategies: Strategies) -> t
 
 
 def parameter_layouts(
-    source: Source, wanted: Sequence[Layout], pinned: Mapping[str, Mapping[int, Placement]]
+    source: Source,
+    wanted: Sequence[Layout],
+    pinned: Mapping[str, Mapping[int, Placement]],
+    num_axes: int,
 ) -> tuple[Layout, ...]:
     """Layouts to store a parameter in: those its readers ask for, partial forms replaced by `R`.
 
@@ -83,7 +86,14 @@ def parameter_layouts(
             for axis, want in fixed.items()
         )
 
-    return tuple(sorted((layout for layout in layouts if allowed(layout)), key=str))
+    if not wanted:
+        layouts = {(R,) * num_axes}
+    return tuple(sorted(filter(allowed, layouts), key=_summed_late_first))
+
+
+def _summed_late_first(layout: Layout) -> tuple[str, ...]:
+    """Ties go to `R*`: one gradient sum per step rather than one per micro-batch."""
+    return tuple("" if p == R_STAR else str(p) for p in layout)
 
 
 def block_space(
@@ -127,7 +137,7 @@ def block_space(
         nodes=tuple(nodes),
         options=options,
         parameters=tuple(
-            (source, parameter_layouts(source, asked(source), pinned or {}))
+            (source, parameter_layouts(source, asked(source), pinned or {}, len(axes)))
             for source in parameters
         ),
         given=given,

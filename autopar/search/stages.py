@@ -10,7 +10,8 @@ from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
-from autopar.schedules import build_schedule, peak_in_flight
+from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.registry import build_schedule
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Grid, Pricer
 from solvers.partition import PartitionProblem, PartitionSolution, solve_partition

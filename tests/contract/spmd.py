@@ -21,16 +21,19 @@ from autopar.ir.strategy import AxisStrategy
 from autopar.rules import axis_strategies
 
 Rank = tuple[list[Any], dict[str, Any]]
+Hints = dict[tuple[str, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op with concrete arguments. `hints` as of `piece_hints`, inputs being `t0`, `t1`, ..."""
+    """One op with concrete arguments. `hints` as of `piece_hints`, inputs being `t0`, `t1`, ...;
+    `fixed` inputs have no gradient."""
 
     target: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    hints: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    hints: Hints = field(default_factory=dict)
+    fixed: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         shapes = "_".join("x".join(map(str, t.shape)) for t in self.tensors())
@@ -183,8 +186,13 @@ def _split(args: list[Any], outs: list[Tensor]) -> None:
     args[1] = sizes if isinstance(args[1], (list, tuple)) else sizes[0]
 
 
-def _groups(args: list[Any], outs: list[Tensor]) -> None:
-    args[6] = args[0].shape[1] // args[1].shape[1]
+def _groups(position: int) -> Callable[[list[Any], list[Tensor]], None]:
+    def edit(args: list[Any], outs: list[Tensor]) -> None:
+        transposed = position == 8 and args[6]
+        if len(args) > position and not transposed:
+            args[position] = args[0].shape[1] // args[1].shape[1]
+
+    return edit
 
 
 def _repeats(args: list[Any], outs: list[Tensor]) -> list[int]:
@@ -195,9 +203,7 @@ def _repeats(args: list[Any], outs: list[Tensor]) -> list[int]:
     ]
 
 
-_SHAPE = {
-    position: _set(position, lambda args, outs: list(outs[0].shape)) for position in (0, 1)
-}
+_SHAPE = {position: _set(position, lambda args, outs: list(outs[0].shape)) for position in (0, 1)}
 SIZE_ARGS: dict[str, Callable[[list[Any], list[Tensor]], None]] = {
     **dict.fromkeys(("zeros", "ones", "full"), _SHAPE[0]),
     **dict.fromkeys(
@@ -205,11 +211,11 @@ SIZE_ARGS: dict[str, Callable[[list[Any], list[Tensor]], None]] = {
     ),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _SHAPE[1]),
     **dict.fromkeys(("split", "split_with_sizes"), _split),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _groups),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _groups(6)),
     "unflatten": _unflatten,
     "repeat": _set(1, _repeats),
     "tile": _set(1, _repeats),
-    "group_norm": lambda args, outs: None,
+    "convolution": _groups(8),
 }
 
 
@@ -219,9 +225,7 @@ def localize(case: Case, rank: Rank, outs: list[Tensor]) -> Rank:
     op = case.target.split(".")[1]
     if op == "group_norm":
         args[1] = args[1] * args[0].shape[1] // case.args[0].shape[1]
-    elif op == "convolution":
-        args[8] = args[0].shape[1] // args[1].shape[1]
-    elif op in SIZE_ARGS and len(args) > (1 if op not in ("zeros", "ones", "full") else 0):
+    elif op in SIZE_ARGS:
         SIZE_ARGS[op](args, outs)
     return args, kwargs
 
@@ -318,9 +322,10 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 # --- the check --------------------------------------------------------------------------------
 
 
-def leaf(tensor: Tensor) -> Tensor:
+def leaf(tensor: Tensor, fixed: bool) -> Tensor:
     tensor = tensor.detach().clone()
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.requires_grad_() if number and not fixed else tensor
 
 
 def rebuild(case: Case, tensors: list[Tensor]) -> Rank:
@@ -340,7 +345,10 @@ def run_ranks(case: Case, strategy: AxisStrategy, ranks: list[Rank]) -> list[lis
             cut(out, p, len(ranks), index) if isinstance(p, Shard) else out
             for out, p in zip(whole, strategy.outputs, strict=True)
         ]
-        results.append(outputs_of(case.run(localize(case, rank, shapes))))
+        if case.target == "aten.squeeze.default":  # which dims go must not depend on the rank
+            results.append([rank[0][0].reshape(shapes[0].shape)])
+        else:
+            results.append(outputs_of(case.run(localize(case, rank, shapes))))
     return results
 
 
@@ -351,9 +359,7 @@ def gradients(outs: list[Tensor], inputs: list[Tensor], grads: list[Tensor]) -> 
     if not kept or not wanted:
         return [torch.zeros_like(tensor) for tensor in inputs]
     found = iter(
-        torch.autograd.grad(
-            [o for o, _ in kept], wanted, [g for _, g in kept], allow_unused=True
-        )
+        torch.autograd.grad([o for o, _ in kept], wanted, [g for _, g in kept], allow_unused=True)
     )
     given = [next(found) if tensor.requires_grad else None for tensor in inputs]
     return [torch.zeros_like(t) if g is None else g for g, t in zip(given, inputs, strict=True)]
@@ -362,7 +368,7 @@ def gradients(outs: list[Tensor], inputs: list[Tensor], grads: list[Tensor]) -> 
 def check(case: Case, strategy: AxisStrategy, size: int) -> None:
     """Assert that the strategy gives the outputs and gradients of the whole op."""
     torch.manual_seed(0)
-    whole_inputs = [leaf(tensor) for tensor in case.tensors()]
+    whole_inputs = [leaf(tensor, i in case.fixed) for i, tensor in enumerate(case.tensors())]
     whole_rank = rebuild(case, whole_inputs)
     random = strategy.kernel in ("dropout", "attention_dropout")
     one = AxisStrategy(inputs=(Replicate(),) * len(whole_inputs), outputs=(Replicate(),))
@@ -371,8 +377,8 @@ def check(case: Case, strategy: AxisStrategy, size: int) -> None:
     )
 
     local_inputs = [
-        [leaf(part) for part in distribute(tensor.detach(), placement, size)]
-        for tensor, placement in zip(case.tensors(), strategy.inputs, strict=True)
+        [leaf(part, i in case.fixed) for part in distribute(tensor.detach(), placement, size)]
+        for i, (tensor, placement) in enumerate(zip(case.tensors(), strategy.inputs, strict=True))
     ]
     ranks = [rebuild(case, [parts[rank] for parts in local_inputs]) for rank in range(size)]
     local_outs = run_ranks(case, strategy, ranks)

@@ -27,7 +27,7 @@ from autopar.plan.plan import (
 
 GIB = 2**30
 HIDDEN, FFN, VOCAB, SEQ, LAYERS = 64, 256, 512, 32, 6
-COLUMN, ROW = (R, Shard(0)), (R, Shard(1))
+COLUMN, ROW = (R_STAR, Shard(0)), (R_STAR, Shard(1))
 BATCH = Shard(0)
 
 
@@ -44,7 +44,7 @@ def _embedding(tied):
 def _layer(index):
     prefix = f"layers.{index}"
     return (
-        _parameter(f"{prefix}.norm.weight", (HIDDEN,), (R, R)),
+        _parameter(f"{prefix}.norm.weight", (HIDDEN,), (R_STAR, R)),
         _parameter(f"{prefix}.up.weight", (FFN, HIDDEN), COLUMN),
         _parameter(f"{prefix}.down.weight", (HIDDEN, FFN), ROW),
     )
@@ -87,7 +87,9 @@ def _variants():
             class_index=1,
             digest="11",
             choices=(
-                NodeChoice(node="rms_norm", inputs=(activation, (R, R)), outputs=(activation,)),
+                NodeChoice(
+                    node="rms_norm", inputs=(activation, (R_STAR, R)), outputs=(activation,)
+                ),
                 NodeChoice(
                     node="linear",
                     inputs=((BATCH, R_STAR), COLUMN),
@@ -111,32 +113,32 @@ def _variants():
     )
 
 
-def _collectives(layers):
+def _collective(op, nbytes, group, phase, value, count=1):
+    return Collective(op=op, nbytes=nbytes, axes=(group,), phase=phase, value=value, count=count)
+
+
+def _collectives(index, layers=3, micro_batches=8):
     activation = 4 * 2 * SEQ * HIDDEN
+    all_reduce, send = CollectiveOp.ALL_REDUCE, CollectiveOp.SEND_RECV
+    count = layers * micro_batches
     return (
-        Collective(
-            op=CollectiveOp.ALL_REDUCE,
-            nbytes=activation,
-            axes=("tensor",),
-            phase="forward",
-            value="linear_1",
-            count=8 * layers,
-        ),
-        Collective(
-            op=CollectiveOp.ALL_REDUCE,
-            nbytes=activation,
-            axes=("tensor",),
-            phase="backward",
-            value="rms_norm",
-            count=8 * layers,
-        ),
-        Collective(
-            op=CollectiveOp.ALL_REDUCE,
-            nbytes=4 * (HIDDEN + 2 * HIDDEN * FFN) * layers,
-            axes=("data",),
-            phase="sync",
-            value="gradients",
-        ),
+        _collective(all_reduce, activation, "tensor", "forward", "linear_1", count),
+        _collective(all_reduce, activation, "tensor", "backward", "rms_norm", count),
+        _collective(send, activation, "pipeline", ("forward", "backward")[index], "add", 8),
+        _collective(all_reduce, 4 * HIDDEN * (1 + FFN) * layers, "data", "sync", "9 gradients"),
+        _collective(all_reduce, 2 * VOCAB * HIDDEN, "tied", "sync", "embed.weight"),
+    )
+
+
+def _totals(stages):
+    """The same without values, over all stages."""
+    merged = {}
+    for item in (item for stage in stages for item in stage.collectives):
+        key = (item.op, item.nbytes, item.axes, item.phase)
+        merged[key] = merged.get(key, 0) + item.count
+    return tuple(
+        Collective(op=op, nbytes=nbytes, axes=axes, phase=phase, count=count)
+        for (op, nbytes, axes, phase), count in sorted(merged.items())
     )
 
 
@@ -157,7 +159,7 @@ def _stage(index, blocks, parameters, memory):
         memory_bytes=memory,
         memory_limit_bytes=15 * GIB,
         in_flight=2 - index,
-        collectives=_collectives(3),
+        collectives=_collectives(index),
     )
 
 
@@ -212,15 +214,7 @@ def build_sample_plan() -> Plan:
         schedule="1f1b",
         variants=_variants(),
         stages=stages,
-        collectives=(
-            Collective(
-                op=CollectiveOp.ALL_REDUCE,
-                nbytes=4 * VOCAB * HIDDEN,
-                axes=("pipeline",),
-                phase="sync",
-                value="embed.weight",
-            ),
-        ),
+        collectives=_totals(stages),
         prediction=Prediction(
             step_s=0.04,
             samples_per_s=800.0,

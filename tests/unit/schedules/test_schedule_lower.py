@@ -69,5 +69,5 @@ def test_compute_order_is_kept_and_lowering_twice_changes_nothing():
 
 
 def test_a_value_that_is_never_made_is_refused():
-    with pytest.raises(InputError, match="no rank makes the value that 1RF0 takes"):
+    with pytest.raises(InputError, match="no rank makes the value that 1F0 needs"):
         insert_communication(Schedule.parse("x", 2, 1, ["0B0", "1F0 1B0"]))

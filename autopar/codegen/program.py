@@ -1,0 +1,115 @@
+"""The program as a folder: a file per block variant and stage, the plan, and an index.
+
+| file             | holds                                                                  |
+|------------------|------------------------------------------------------------------------|
+| `plan.json`      | the plan                                                               |
+| `block_<n>.py`   | one way to run all blocks of a class: `forward(w, ctx, random, ...)`    |
+| `stage_<k>.py`   | one pipeline stage: `forward(w, ctx, received, inputs, setup)`          |
+| `__init__.py`    | the stages in order, what the model takes and returns                  |
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from autopar.codegen.model import ModelView
+from autopar.codegen.stage import StagePrinter, variant_source
+from autopar.errors import InputError
+from autopar.ir.graph import Ref, SourceKind
+from autopar.ir.placement import Layout
+from autopar.plan.serialize import to_json
+
+
+def program_files(view: ModelView) -> dict[str, str]:
+    """File name to text of a program."""
+    files = {"plan.json": to_json(view.plan), "__init__.py": index_source(view)}
+    for variant in view.plan.variants:
+        files[f"{variant.name}.py"] = variant_source(view, variant)
+    for stage in view.plan.stages:
+        files[f"stage_{stage.index}.py"] = StagePrinter(view, stage).source()
+    return files
+
+
+def index_source(view: ModelView) -> str:
+    """The package's `__init__.py`."""
+    count = len(view.plan.stages)
+    stages = ", ".join(f"stage_{index}" for index in range(count))
+    inputs = "".join(
+        f'    InputSpec(key="{s.fqn}", shape={_shape(view, Ref(s.name))}, dtype="{s.spec.dtype}"),\n'
+        for s in view.graph.sources
+        if s.kind is SourceKind.INPUT
+    )
+    outputs = "".join(f"    {_output(view, ref)},\n" for ref in view.graph.outputs)
+    return (
+        f'"""Program for {view.plan.model.name}: {count} stages, '
+        f"mesh {' x '.join(f'{a} {s}' for a, s in _mesh(view))}, schedule {view.plan.schedule}."
+        '"""\n\n'
+        "from autopar.runtime.program import InputSpec, OutputSpec, Partial, Replicate, Shard, Size\n"
+        f"\nfrom . import {stages}\n\n"
+        f"STAGES = ({stages},)\n"
+        f"INPUTS = (\n{inputs})\n"
+        f"OUTPUTS = (\n{outputs})\n"
+        f"OUTPUT_TREE = {view.graph.output_tree!r}\n"
+        f"LOSS_LAYOUT = {_layout(_loss_layout(view))}\n"
+    )
+
+
+def _mesh(view: ModelView) -> list[tuple[str, int]]:
+    return list(zip(view.mesh.axes, view.mesh.sizes, strict=True))
+
+
+def _shape(view: ModelView, ref: Ref) -> str:
+    sizes = ", ".join(f"Size({s.const}, {s.per_sample})" for s in view.specs[ref].shape)
+    return f"({sizes},)" if len(view.specs[ref].shape) == 1 else f"({sizes})"
+
+
+def _layout(layout: Layout) -> str:
+    return f"({', '.join(repr(p) for p in layout)},)"
+
+
+def _stage_of(view: ModelView, ref: Ref) -> StagePrinter:
+    for stage in view.plan.stages:
+        printer = StagePrinter(view, stage)
+        if any(ref in block.outputs for block in printer.blocks):
+            return printer
+    raise InputError(f"output {ref} of the model is made by no block; it does not depend on any "
+                     "parameter: return it from your own code instead")
+
+
+def _output(view: ModelView, ref: Ref) -> str:
+    printer = _stage_of(view, ref)
+    layout = _layout(printer.layout_of(ref))
+    dtype = view.specs[ref].dtype
+    return (
+        f'OutputSpec(name="{ref}", stage={printer.stage.index}, shape={_shape(view, ref)}, '
+        f'dtype="{dtype}", layout={layout})'
+    )
+
+
+def _loss_layout(view: ModelView) -> Layout:
+    if view.graph.loss is None:
+        raise InputError("the model has no loss: give one with loss_fn")
+    return _stage_of(view, view.graph.loss).layout_of(view.graph.loss)
+
+
+def write_files(files: Mapping[str, str], folder: Path) -> None:
+    """Write a program's files so that the folder is there whole or not at all.
+
+    Raises InputError if the folder exists and holds anything that is not a program.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "plan.json").exists():
+        raise InputError(f"{folder} is not empty and holds no program; choose another folder")
+    if not folder.parent.is_dir():
+        raise InputError(f"{folder.parent} is no folder; make it first")
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    for name, text in files.items():
+        (staging / name).write_text(text, encoding="utf-8")
+    staging.chmod(0o755)
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(staging, folder)

@@ -1,0 +1,319 @@
+"""What each command does: arguments in, a result on stdout, an exit status out.
+
+A handler has the name of its command. It reads and checks everything the user gave before the work
+starts, calls the public API once, and prints text or one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import InputError, PlanMismatch
+from autopar.plan.check import check_plan, plan_problems
+from autopar.plan.diff import diff_plans, plan_changes
+from autopar.plan.explain import explain as explain_plan
+from autopar.plan.plan import Plan
+from autopar.plan.serialize import read_plan, write_plan
+from autopar.plan.table import plan_summary, plan_table, sequence_length
+from autopar.plan.text import columns, digits, number, section
+from autopar.progress import Report, progress
+
+if TYPE_CHECKING:
+    from autopar.compiler import ModelSource, Planned, PlanOptions
+
+_DONE, _NO = 0, 1
+
+_PLANNING = ("global_batch", "precision", "optimizer", "time_limit", "backend")
+_GIB = 2**30
+
+
+def plan(options: Namespace) -> int:
+    """Find a plan; print it, and write it where asked."""
+    from autopar import compiler
+
+    if options.output:
+        _check_file(options.output)
+    request = _plan_options(options)
+    source = compiler.load_source(options.model, seq_len=options.seq_len)
+    with progress() as report:
+        planned = compiler.plan_source(source, options.cluster, request, report)
+    if options.output:
+        write_plan(planned.plan, options.output)
+    summary = plan_summary(planned.plan) | {"output": options.output}
+    _print(options, summary, plan_table(planned.plan))
+    if options.output:
+        print(f"autopar: wrote {options.output}", file=sys.stderr)
+    return _DONE
+
+
+def show(options: Namespace) -> int:
+    """Print a plan as a table."""
+    found = _read(options.plan)
+    _print(options, plan_summary(found), plan_table(found))
+    return _DONE
+
+
+def explain(options: Namespace) -> int:
+    """Say why a plan is as it is."""
+    found = _read(options.plan)
+    text = explain_plan(found, options.op)
+    _print(options, {"plan": plan_summary(found), "op": options.op, "text": text}, text)
+    return _DONE
+
+
+def diff(options: Namespace) -> int:
+    """Say what changed between two plans."""
+    a, b = _read(options.a), _read(options.b)
+    changes = [{"path": path, "a": old, "b": new} for path, old, new in plan_changes(a, b)]
+    data = {
+        "identical": not changes,
+        "step_s": {"a": a.prediction.step_s, "b": b.prediction.step_s},
+        "changes": changes,
+    }
+    _print(options, data, diff_plans(a, b))
+    return _DONE
+
+
+def check(options: Namespace) -> int:
+    """Answer whether a plan is sound and, with a model, whether it was made for it.
+
+    A file that is no plan is bad input; a plan that does not match is the answer no.
+    """
+    found = read_plan(options.plan)
+    problems = list(plan_problems(found))
+    if options.model and not problems:
+        source = _source(options.model, found)
+        try:
+            with progress() as report:
+                _adopt(found, source, report)
+        except PlanMismatch as error:
+            problems.append(str(error))
+    target = options.model or "itself"
+    lines = problems or [f"sound, made for {found.model.name} on {found.cluster.spec}"]
+    text = "\n".join(f"{options.plan}: {line}" for line in lines)
+    _print(options, {"ok": not problems, "against": target, "problems": problems}, text)
+    return _NO if problems else _DONE
+
+
+def codegen(options: Namespace) -> int:
+    """Write the program of a plan."""
+    from autopar import compiler
+
+    _check_folder(options.output)
+    found = _read(options.plan)
+    source = _source(options.model or found.model.name, found)
+    with progress() as report, _named(options.plan):
+        compiler.write_program(_adopt(found, source, report), options.output)
+    files = sorted(
+        path.relative_to(options.output).as_posix()
+        for path in Path(options.output).rglob("*")
+        if path.is_file()
+    )
+    text = "\n".join(os.path.join(options.output, name) for name in files)
+    _print(options, {"output": options.output, "files": files}, text)
+    return _DONE
+
+
+def verify(options: Namespace) -> int:
+    """Answer whether the parallel program gives what the model gives on one device."""
+    from autopar import compiler
+
+    source, request, given = _request(options)
+    with progress() as report:
+        result = compiler.verify_source(source, options.cluster, request, given, report)
+    _print(options, result.as_dict(), result.text)
+    return _DONE if result.ok else _NO
+
+
+def train(options: Namespace) -> int:
+    """Train for some steps, in parallel."""
+    from autopar import compiler
+
+    source, request, given = _request(options)
+    with progress() as report:
+        result = compiler.train_source(
+            source, options.cluster, request, given, options.steps, report
+        )
+    _print(options, result, _mapping_text(result))
+    return _DONE
+
+
+def zoo(options: Namespace) -> int:
+    """List the models of the zoo."""
+    from model_zoo.registry import ZOO
+
+    models = [
+        {
+            "name": spec.name,
+            "family": spec.family,
+            "parameters": spec.num_parameters,
+            "seq_len": spec.default_seq_len,
+            "source": spec.source,
+        }
+        for spec in ZOO.values()
+    ]
+    rows = [
+        (m.name, number(m.num_parameters), str(m.default_seq_len or "-"), f"  {m.source}")
+        for m in ZOO.values()
+    ]
+    _print(
+        options, {"models": models}, _left_last(("model", "parameters", "tokens", "  source"), rows)
+    )
+    return _DONE
+
+
+def hardware(options: Namespace) -> int:
+    """List devices, their usual links, and where the figures are from."""
+    from autopar.costs.hardware import DEVICES
+
+    dtypes = ("bfloat16", "float16", "float32")
+    rows = []
+    for row in DEVICES.values():
+        device, links = row.device, row.links
+        rows.append(
+            (
+                device.name,
+                digits(device.memory_bytes / _GIB),
+                digits(device.memory_bandwidth_bytes_s / 1e9),
+                *(digits(device.flops(dtype) / 1e12) for dtype in dtypes),
+                digits(device.matmul_efficiency),
+                str(row.devices_per_node),
+                digits(links.node_bandwidth_bytes_s / 1e9),
+                digits(links.network_bandwidth_bytes_s / 1e9),
+            )
+        )
+    rates = ("bf16 TFLOP/s", "fp16", "fp32", "matmul efficiency")
+    links_header = ("per node", "node GB/s", "network GB/s")
+    table = columns(("device", "GiB", "GB/s", *rates, *links_header), rows)
+    sources = [f"{r.device.name}: {r.device.source}; {r.links.source}" for r in DEVICES.values()]
+    lines = "\n".join(sources)
+    data = {"devices": [_hardware_data(asdict(row)) for row in DEVICES.values()]}
+    _print(options, data, f"{table}\n\n{section('Sources', lines)}")
+    return _DONE
+
+
+def _hardware_data(row: dict[str, Any]) -> dict[str, Any]:
+    device = row["device"] | {"peak_flops": dict(row["device"]["peak_flops"])}
+    return row | {"device": device}
+
+
+def _read(path: str) -> Plan:
+    """A plan from a file, sound in itself; every error names the file."""
+    found = read_plan(path)
+    with _named(path):
+        check_plan(found)
+    return found
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{path}: {error}") from None
+
+
+def _source(spec: str, found: Plan) -> ModelSource:
+    """The model of a plan, at the plan's sequence length where autopar chooses that."""
+    from autopar import compiler
+
+    return compiler.load_source(spec, seq_len=None if ":" in spec else sequence_length(found))
+
+
+def _adopt(found: Plan, source: ModelSource, report: Report) -> Planned:
+    """A plan with the model it was made for, captured anew. Raises PlanMismatch if it was not."""
+    from autopar import compiler
+
+    request = compiler.PlanOptions(precision=found.training.precision)
+    model, batch, loss_fn = compiler.build_meta(source, request)
+    return compiler.adopt_plan(found, model, batch, loss_fn=loss_fn, progress=report)
+
+
+def _plan_options(options: Namespace) -> PlanOptions:
+    """The planning options given; the others keep their defaults. Checks the pins at once."""
+    from autopar import compiler
+    from autopar.schedules.registry import SCHEDULES
+    from autopar.search.pins import parse_pins
+
+    parse_pins(options.pin, SCHEDULES)
+    given: dict[str, Any] = {name: getattr(options, name) for name in _PLANNING}
+    given["time_limit_s"] = given.pop("time_limit")
+    if options.memory_limit is not None:
+        given["memory_limit_bytes"] = int(options.memory_limit * _GIB)
+    given = {name: value for name, value in given.items() if value is not None}
+    return compiler.PlanOptions(pins=tuple(options.pin), **given)
+
+
+def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]:
+    """The model, the options, and the plan given, whose setup then replaces the options'."""
+    from autopar import compiler
+
+    if not options.plan:
+        request = _plan_options(options)
+        return compiler.load_source(options.model, seq_len=options.seq_len), request, None
+    names = ("seq_len", *_PLANNING, "memory_limit", "pin")
+    given = [
+        f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])
+    ]
+    if given:
+        raise InputError(
+            f"--plan {options.plan} with {', '.join(given)}: a plan has these decided; leave them "
+            "out, or leave out --plan to make a new plan"
+        )
+    found = _read(options.plan)
+    training = found.training
+    request = compiler.PlanOptions(
+        global_batch=training.global_batch,
+        precision=training.precision,
+        optimizer=training.optimizer,
+    )
+    return _source(options.model, found), request, found
+
+
+def _check_file(path: str) -> None:
+    """Raise InputError where a file cannot be written there, before work is spent on it."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"-o {path}: is a folder; give the name of a file")
+    _check_parent(path)
+
+
+def _check_folder(path: str) -> None:
+    """As `_check_file`. A folder with other things in it than a program is not written into."""
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise InputError(f"-o {path}: is a file; give the name of a folder")
+    if target.is_dir() and any(target.iterdir()) and not (target / "plan.json").exists():
+        raise InputError(f"-o {path}: holds other files than a program; give a new folder")
+    _check_parent(path)
+
+
+def _check_parent(path: str) -> None:
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise InputError(f"-o {path}: there is no folder {Path(path).parent}; make it first")
+    if not os.access(parent, os.W_OK):
+        raise InputError(f"-o {path}: the folder {Path(path).parent} cannot be written to")
+
+
+def _print(options: Namespace, data: Mapping[str, Any], text: str) -> None:
+    print(json.dumps(data, indent=1) if options.json else text)
+
+
+def _mapping_text(result: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in result.items())
+
+
+def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns whose last, a text, is not aligned."""
+    table = columns(header[:-1], [row[:-1] for row in rows]).split("\n")
+    texts = [header[-1], *(row[-1] for row in rows)]
+    return "\n".join(line + text for line, text in zip(table, texts, strict=True))

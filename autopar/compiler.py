@@ -1,0 +1,201 @@
+"""The stages in order: model -> capture -> blocks -> search -> plan -> program.
+
+This is the file to read first. Everything else is called from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Captured, capture, find_blocks
+from autopar.codegen.model import ModelView
+from autopar.codegen.program import program_files, write_files
+from autopar.codegen.traffic import stage_collectives, totals
+from autopar.costs.clusters import parse_cluster
+from autopar.costs.memory import PRECISIONS, Training
+from autopar.costs.profiles import Profile
+from autopar.errors import InputError
+from autopar.ir.blocks import BlockChain
+from autopar.ir.cluster import Cluster
+from autopar.plan.check import check_plan
+from autopar.plan.fingerprint import check_cluster, check_model
+from autopar.plan.plan import Plan
+from autopar.schedules.registry import SCHEDULES
+from autopar.search import Pins, Setting, make_plan, parse_pins
+from autopar.sources import Batch, LossFn, ModelSource, load_source
+
+__all__ = ["ModelSource", "PlanOptions", "Planned", "load_source", "plan_model", "plan_source"]
+
+Progress = Callable[[str, float | None], None]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precision name to the dtype that a source is built in."""
+
+_TRACED_SAMPLES = 4
+
+
+def _quiet(what: str, done: float | None) -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What a planning request asks for, besides model and cluster.
+
+    `global_batch` defaults to the source's own. `pins` are (key, value) texts.
+    """
+
+    global_batch: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pins: tuple[tuple[str, str], ...] = ()
+    memory_limit_bytes: int | None = None
+    time_limit_s: float = 60.0
+    backend: str = "highs"
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan with the captured model it was made for."""
+
+    captured: Captured
+    chain: BlockChain
+    plan: Plan
+
+    @property
+    def view(self) -> ModelView:
+        """The model as code generation sees it."""
+        return ModelView(self.captured.graph, self.chain, self.plan)
+
+    def files(self) -> dict[str, str]:
+        """The program: file name to text."""
+        return program_files(self.view)
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Batch,
+    cluster: Cluster | str,
+    options: PlanOptions,
+    *,
+    name: str = "model",
+    loss_fn: LossFn | None = None,
+    progress: Progress = _quiet,
+) -> Planned:
+    """Capture a model and plan it.
+
+    Raises CaptureError, InputError or InfeasiblePlan with the reason.
+    """
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    pins = parse_pins(options.pins, SCHEDULES)
+    precision = PRECISIONS.get(options.precision)
+    if precision is None:
+        raise InputError(
+            f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
+        )
+    progress("capturing the model", None)
+    captured = capture(model, batch, loss_fn=loss_fn)
+    progress("finding blocks", None)
+    chain = find_blocks(captured.graph, min_blocks=_least_blocks(pins))
+    setting = Setting(
+        name=name,
+        graph=captured.graph,
+        chain=chain,
+        cluster=where,
+        global_batch=options.global_batch or captured.graph.example_batch,
+        training=Training(
+            precision=precision,
+            optimizer=options.optimizer,
+            optimizer_kwargs=options.optimizer_kwargs,
+        ),
+        pins=pins,
+        memory_limit_bytes=options.memory_limit_bytes,
+        profile=options.profile,
+        backend=options.backend,
+        time_limit_s=options.time_limit_s,
+    )
+    plan = make_plan(setting, progress)
+    return with_collectives(Planned(captured=captured, chain=chain, plan=plan))
+
+
+def _least_blocks(pins: Pins) -> int:
+    return max(pins.pipeline or 1, len(pins.boundaries) + 1)
+
+
+def with_collectives(planned: Planned) -> Planned:
+    """The same plan with the collectives of a step listed, per stage and in all."""
+    view = planned.view
+    stages = tuple(
+        replace(stage, collectives=stage_collectives(view, stage)) for stage in planned.plan.stages
+    )
+    merged = totals(item for stage in stages for item in stage.collectives)
+    plan = replace(planned.plan, stages=stages, collectives=merged)
+    check_plan(plan)
+    return replace(planned, plan=plan)
+
+
+def adopt_plan(
+    plan: Plan,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str | None = None,
+    loss_fn: LossFn | None = None,
+    progress: Progress = _quiet,
+) -> Planned:
+    """A plan that was made before, for a model that is here now.
+
+    Raises PlanMismatch naming the field in which plan, model or cluster differ.
+    """
+    check_plan(plan)
+    if cluster is not None:
+        check_cluster(plan, parse_cluster(cluster) if isinstance(cluster, str) else cluster)
+    progress("capturing the model", None)
+    captured = capture(model, batch, loss_fn=loss_fn)
+    check_model(plan, captured.graph)
+    progress("finding blocks", None)
+    chain = find_blocks(captured.graph, min_blocks=plan.pipeline)
+    return Planned(captured=captured, chain=chain, plan=plan)
+
+
+def build_meta(source: ModelSource, options: PlanOptions) -> tuple[nn.Module, Batch, LossFn | None]:
+    """The source's model and a small batch without memory for either."""
+    return source.build(device="meta", dtype=_dtype(options.precision), samples=_TRACED_SAMPLES)
+
+
+def _dtype(precision: str) -> torch.dtype | None:
+    if precision not in DTYPES:
+        raise InputError(f"unknown precision {precision!r}; choose one of {', '.join(DTYPES)}")
+    return None if precision == "fp32" else DTYPES[precision]
+
+
+def plan_source(
+    source: ModelSource, cluster: str, options: PlanOptions, progress: Progress = _quiet
+) -> Planned:
+    """Plan a model by name, without allocating it."""
+    where = parse_cluster(cluster)
+    progress("building the model", None)
+    model, batch, loss_fn = build_meta(source, options)
+    batch_size = options.global_batch or source.default_batch
+    return plan_model(
+        model,
+        batch,
+        where,
+        replace(options, global_batch=batch_size),
+        name=source.name,
+        loss_fn=loss_fn,
+        progress=progress,
+    )
+
+
+def write_program(planned: Planned, folder: Path | str) -> None:
+    """Write the program of a plan as a folder of readable source."""
+    write_files(planned.files(), Path(folder))

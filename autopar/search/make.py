@@ -1,0 +1,186 @@
+"""A whole planning run: search, then the plan with its prediction, certificate and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.costs.optimizer_state import optimizer_note
+from autopar.plan.fingerprint import fingerprint
+from autopar.plan.plan import (
+    Candidate,
+    Certificate,
+    PinPrice,
+    Plan,
+    Prediction,
+    StagePlan,
+    Training,
+)
+from autopar.rules import has_rule
+from autopar.schedules.lower import insert_communication
+from autopar.schedules.registry import build_schedule
+from autopar.schedules.simulate import simulate
+from autopar.schedules.timeline import StageTimes
+from autopar.search.assemble import mesh_axes, stage_plans
+from autopar.search.grids import space_text
+from autopar.search.pins import Pins, check_names
+from autopar.search.planner import Found, Planner, Progress
+from autopar.search.setting import Setting
+from autopar.search.stages import Staged
+from solvers.solution import Status, relative_gap
+
+_RUNNERS_UP = 5
+
+
+def make_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
+    """The best plan of a setting.
+
+    Raises InfeasiblePlan or InputError with the reason. With pins, a second search without them
+    tells what they cost.
+    """
+    check_names(
+        setting.pins,
+        [source.fqn for source in setting.graph.sources],
+        [block.module_path for block in setting.chain.blocks],
+    )
+    planner = Planner(setting=setting, progress=progress)
+    found = planner.search()
+    plan = _plan(planner, found)
+    if setting.pins.items():
+        plan = replace(plan, pins=_pin_prices(setting, plan, found, progress))
+    return plan
+
+
+def _plan(planner: Planner, found: Found) -> Plan:
+    setting, staged = planner.setting, found.best
+    grid = staged.grid
+    variants, stages = stage_plans(planner.pricer, staged)
+    return Plan(
+        model=fingerprint(setting.graph, setting.name),
+        cluster=setting.cluster,
+        training=Training(
+            global_batch=setting.global_batch,
+            precision=setting.training.precision.name,
+            optimizer=setting.training.optimizer,
+            micro_batch=grid.micro_batch,
+            micro_batches=grid.micro_batches,
+        ),
+        pipeline=grid.pipeline,
+        axes=mesh_axes(grid),
+        schedule=grid.schedule,
+        variants=variants,
+        stages=stages,
+        collectives=(),
+        prediction=predict(setting, staged, stages),
+        certificate=_certificate(setting, found),
+        notes=_notes(setting, planner),
+    )
+
+
+def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
+    """The simulated step of the plan's own action lists, then gradient sync and optimizer."""
+    grid = staged.grid
+    terms = [dict(stage.time_s) for stage in stages]
+    times = StageTimes(
+        forward_s=tuple(t["forward"] for t in terms),
+        backward_s=tuple(t["backward"] for t in terms),
+        send_forward_s=tuple(t["send_forward"] for t in terms[:-1]),
+        send_backward_s=tuple(t["send_backward"] for t in terms[1:]),
+    )
+    schedule = build_schedule(grid.schedule, grid.pipeline, grid.micro_batches)
+    timeline = simulate(insert_communication(schedule), times)
+    tails = [t["gradient_sync"] + t["optimizer"] for t in terms]
+    ends = [finish + tail for finish, tail in zip(timeline.finish_s, tails, strict=True)]
+    step_s = max(ends)
+    slowest = ends.index(step_s)
+    peaks = [sum(value for _, value in stage.memory_bytes) for stage in stages]
+    count = grid.micro_batches
+    critical = terms[slowest]
+    busy = {
+        "forward": count * critical["forward"],
+        "backward": count * critical["backward"],
+        "gradient_sync": critical["gradient_sync"],
+        "optimizer": critical["optimizer"],
+    }
+    busy["waiting"] = max(0.0, step_s - sum(busy.values()))
+    costs = [
+        staged.options[kind][option].cost
+        for kind, option in zip(staged.problem.blocks, staged.solution.options, strict=True)
+    ]
+    return Prediction(
+        step_s=step_s,
+        samples_per_s=setting.global_batch / step_s,
+        bubble_fraction=timeline.bubble_fraction,
+        peak_bytes=max(peaks),
+        peak_stage=peaks.index(max(peaks)),
+        time_s=tuple(busy.items()),
+        measured_ops=sum(cost.measured_ops for cost in costs),
+        priced_ops=sum(cost.priced_ops for cost in costs),
+    )
+
+
+def _certificate(setting: Setting, found: Found) -> Certificate:
+    objective = found.best.solution.objective
+    bound = min(found.bound_s, objective)
+    others = sorted(
+        (s for s in found.solved if s.grid != found.best.grid),
+        key=lambda staged: staged.solution.objective,
+    )
+    status = "optimal" if found.status is Status.OPTIMAL else "feasible, time limit reached"
+    unique = {staged.grid: staged for staged in reversed(others)}
+    ranked = sorted(unique.values(), key=lambda staged: staged.solution.objective)
+    return Certificate(
+        status=status,
+        objective_s=objective,
+        bound_s=bound,
+        gap=relative_gap(objective, bound),
+        grids=len({s.grid for s in (*found.solved, *found.unfit)})
+        + len(found.pruned)
+        + len(found.unsolved),
+        solved=len({s.grid for s in (*found.solved, *found.unfit)}),
+        pruned=len(found.pruned),
+        space=space_text(setting),
+        runners_up=tuple(_candidate(staged, objective) for staged in ranked[:_RUNNERS_UP]),
+    )
+
+
+def _candidate(staged: Staged, best_s: float) -> Candidate:
+    grid, step_s = staged.grid, staged.solution.objective
+    return Candidate(
+        pipeline=grid.pipeline,
+        data=grid.data,
+        tensor=grid.tensor,
+        micro_batch=grid.micro_batch,
+        schedule=grid.schedule,
+        step_s=step_s,
+        verdict=f"{step_s / best_s - 1:+.1%} step time",
+    )
+
+
+def _pin_prices(
+    setting: Setting, plan: Plan, found: Found, progress: Progress
+) -> tuple[PinPrice, ...]:
+    """What the pins cost together, against the free optimum."""
+    free = Planner(setting=replace(setting, pins=Pins()), progress=progress).search()
+    cost = found.best.solution.objective - free.best.solution.objective
+    return tuple(
+        PinPrice(key=key, value=value, cost_s=max(0.0, cost))
+        for key, value in setting.pins.items()
+    )
+
+
+def _notes(setting: Setting, planner: Planner) -> tuple[str, ...]:
+    notes = list(setting.graph.notes)
+    without = sorted({n.target for n in setting.graph.nodes if not has_rule(n.target)})
+    notes += [f"no sharding rule for {target}: it runs whole on every rank" for target in without]
+    if setting.batch.coupled:
+        node, why = setting.batch.coupled[0]
+        notes.append(f"the batch is not split over ranks or micro-batches: {node}: {why}")
+    if note := optimizer_note(setting.training.optimizer):
+        notes.append(note)
+    if len({group.device.name for group in setting.cluster.groups}) > 1:
+        notes.append(
+            f"device kinds differ; all are priced as the slowest, {planner.pricer.device.name}, "
+            "and each stage is held to its own devices' memory"
+        )
+    return tuple(notes)

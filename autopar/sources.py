@@ -1,0 +1,133 @@
+"""Where a model comes from: a zoo name, or a function in a module or file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+
+Batch = Mapping[str, Any] | tuple[Any, ...]
+LossFn = Callable[[Any, Any], Tensor]
+Built = tuple[nn.Module, Batch, LossFn | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model that can be built again in any process. `spec` is the text it was named by."""
+
+    name: str
+    spec: str
+    seq_len: int | None
+    make: Callable[[int | None], Built]
+    default_batch: int | None = None
+
+    def build(self, *, device: str, dtype: torch.dtype | None, samples: int | None) -> Built:
+        """The model, a batch and the loss function, on `device` (`meta` allocates nothing).
+
+        `samples` asks for a batch of that many samples where the source can make one. Floating
+        parameters and inputs are cast to `dtype`.
+        """
+        with torch.device(device):
+            model, batch, loss_fn = self.make(samples)
+        if dtype is not None:
+            model = model.to(dtype)
+            batch = _cast(batch, dtype)
+        return model, batch, loss_fn
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    if isinstance(batch, Mapping):
+        return {key: cast(value) for key, value in batch.items()}
+    return tuple(cast(value) for value in batch)
+
+
+def load_source(spec: str, *, seq_len: int | None = None) -> ModelSource:
+    """The model named by `spec`: a zoo name, `package.module:function`, or `path.py:function`.
+
+    The function returns `(model, batch)` or `(model, batch, loss_fn)`. Raises InputError saying
+    what was expected.
+    """
+    if ":" not in spec:
+        return _from_zoo(spec, seq_len)
+    if seq_len is not None:
+        raise InputError(
+            f"--seq-len applies to zoo models; {spec} makes its own batch: give it the length there"
+        )
+    where, _, name = spec.rpartition(":")
+    function = getattr(_module(where, spec), name, None)
+    if not callable(function):
+        raise InputError(f"{spec}: no function {name!r} in {where}")
+    return ModelSource(
+        name=name, spec=spec, seq_len=None, make=lambda samples: _checked(function(), spec)
+    )
+
+
+def _from_zoo(name: str, seq_len: int | None) -> ModelSource:
+    from model_zoo.registry import ZOO
+
+    if name not in ZOO:
+        near = difflib.get_close_matches(name, ZOO, n=3)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise InputError(
+            f"unknown model {name!r}; {hint}`autopar zoo` lists the models; a model of your own is "
+            "package.module:function or path/file.py:function"
+        )
+    entry = ZOO[name]
+
+    def make(samples: int | None) -> Built:
+        return entry.build(), entry.example(samples or entry.default_batch, seq_len), None
+
+    return ModelSource(
+        name=name, spec=name, seq_len=seq_len, make=make, default_batch=entry.default_batch
+    )
+
+
+def _module(where: str, spec: str) -> Any:
+    try:
+        if where.endswith(".py"):
+            path = Path(where)
+            if not path.is_file():
+                raise InputError(f"{spec}: no file {where}")
+            loader = importlib.util.spec_from_file_location(path.stem, path)
+            if loader is None or loader.loader is None:
+                raise InputError(f"{spec}: {where} is no Python file")
+            module = importlib.util.module_from_spec(loader)
+            sys.modules.setdefault(path.stem, module)
+            loader.loader.exec_module(module)
+            return module
+        return importlib.import_module(where)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{spec}: cannot import {where}: {type(error).__name__}: {error}") from error
+
+
+def _checked(made: Any, spec: str) -> Built:
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise InputError(
+            f"{spec} must return (model, batch) or (model, batch, loss_fn), "
+            f"found {type(made).__name__}"
+        )
+    model, batch, *rest = made
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if not isinstance(batch, (Mapping, tuple)):
+        raise InputError(
+            f"{spec}: the batch must be a dict of keyword tensors or a tuple of positional ones, "
+            f"found {type(batch).__name__}"
+        )
+    return model, batch, rest[0] if rest else None
