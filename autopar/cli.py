@@ -222,7 +222,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         metavar="S",
         type=_positive,
-        help="seconds the search may take (default: 60)",
+        help="seconds of search (default: 60)",
     )
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 

@@ -34,7 +34,12 @@ __all__ = ["ModelSource", "PlanOptions", "Planned", "load_source", "plan_model",
 
 Progress = Callable[[str, float | None], None]
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 """Precision name to the dtype that a source is built in."""
 
 _TRACED_SAMPLES = 4

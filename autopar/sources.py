@@ -113,7 +113,9 @@ def _module(where: str, spec: str) -> Any:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{spec}: cannot import {where}: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{spec}: cannot import {where}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _checked(made: Any, spec: str) -> Built:

@@ -139,7 +139,9 @@ class Cbc:
                 gapRel=gap,
                 gapAbs=gap_abs,
                 logPath=str(log),
-                options=[f"{name}Tolerance {_FEASIBILITY_TOLERANCE}" for name in ("primal", "integer")],
+                options=[
+                    f"{name}Tolerance {_FEASIBILITY_TOLERANCE}" for name in ("primal", "integer")
+                ],
             )
             engine.tmpDir = folder
             started = time.perf_counter()

@@ -156,9 +156,7 @@ def _infeasible(run: _Run) -> ChoiceSolution:
             return run.solution(choices=nearest, bound=-math.inf)
         else:
             conflict = run.shortfalls(nearest)
-    return run.solution(
-        choices=None, bound=math.inf, status=Status.INFEASIBLE, conflict=conflict
-    )
+    return run.solution(choices=None, bound=math.inf, status=Status.INFEASIBLE, conflict=conflict)
 
 
 def _forbidden_conflict(problem: ChoiceProblem) -> Conflict:
@@ -204,6 +202,8 @@ def _least_excess(run: _Run) -> tuple[int, ...] | None:
 
 def _certain_excess(problem: ChoiceProblem) -> Conflict:
     """Per capacity, how far even the least usage of every member exceeds it; all if none does."""
-    least = {c.name: sum(float(u.min()) for _, u in c.members) - c.limit for c in problem.capacities}
+    least = {
+        c.name: sum(float(u.min()) for _, u in c.members) - c.limit for c in problem.capacities
+    }
     certain = {name: value for name, value in least.items() if value > 0}
     return tuple(sorted((certain or dict.fromkeys(least, 0.0)).items()))

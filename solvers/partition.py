@@ -69,7 +69,7 @@ def solve_partition(
             return _certify(run, exact, engine)
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")
-    return run.solution(bound=run.objective, engine="dp")
+    return run.solution(bound=run.relaxed_bound, engine="dp")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -89,6 +89,7 @@ class _Run:
         objective = self.problem.objective(self.problem.use(cuts, options))
         if objective < self.objective:
             self.objective, self.incumbent = objective, (cuts, options)
+
     def left_s(self) -> float:
         return self.deadline - time.perf_counter()
 
@@ -172,36 +173,35 @@ def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
         if path is None:
             return None
         run.relaxed_bound = path.objective
-        exact = not table.price(table.arcs_of(path))
-        _offer(run, table, path if exact else _fastest(path))
-        if exact:
+        if not table.price(table.arcs_of(path)) and table.is_real(path):
+            _offer(run, table, path)
             return _Exact(table=table, search=search, arcs=arcs)
+        _offer(run, table, _first_ways(path))
         arcs = table.arcs()
         path = search.search(arcs)
     arcs = _price_survivors(run, table, search, arcs)
     path = search.search(arcs)
+    if path is None:
+        return None
+    run.relaxed_bound = path.objective
+    if not table.is_real(path):
+        path = search.search(table.arcs(arcs.allowed, real=True))
     if path is not None:
         _offer(run, table, path)
     return _Exact(table=table, search=search, arcs=arcs)
 
 
-def _fastest(path: Path) -> Path:
-    return Path(
-        positions=path.positions, ways=(0,) * len(path.ways), objective=path.objective
-    )
+def _first_ways(path: Path) -> Path:
+    return Path(positions=path.positions, ways=(0,) * len(path.ways), objective=path.objective)
 
 
 def _offer(run: _Run, table: PriceTable, path: Path) -> None:
-    """Keep the partition of a priced path if it beats the incumbent."""
-    if all(
-        table.pricer.price(kind, composition) for kind, composition in table.arcs_of(path)
-    ):
+    """Keep the partition of a path if its stages have real ways and it beats the incumbent."""
+    if table.is_real(path):
         run.offer(path.positions[1:-1], table.options(run.problem, path))
 
 
-def _price_survivors(
-    run: _Run, table: PriceTable, search: ChainSearch, arcs: ArcCosts
-) -> ArcCosts:
+def _price_survivors(run: _Run, table: PriceTable, search: ChainSearch, arcs: ArcCosts) -> ArcCosts:
     """Make exact whatever may beat the incumbent, and drop the rest."""
     kept = table.survivors(search, arcs, run.objective)
     used = [np.zeros_like(table.pricer.run, dtype=bool) for _ in table.pricer.kinds]

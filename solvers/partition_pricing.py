@@ -2,27 +2,35 @@
 
 A price depends on how many blocks of each class a run has (its composition), not on where it lies,
 so uniform chains have few prices. `lower_time` bounds all of them at once by the Lagrangian of the
-memory constraint; `price` is exact: a knapsack solved by merging Pareto frontiers block by block,
-each composition built from the one that has a block less.
+memory constraint; `price` is exact. It takes Pareto frontiers, each composition's grown from the
+one with a block less and shared by all stages, while these stay small; else a knapsack each
+(`partition_knapsack`), which leaves open only how far sync may be traded for time, within a bound.
+The transient peak is a maximum over blocks: each of its possible values is tried as a limit on the
+options, with that much less memory for the rest.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_frontier import ClassTable, Frontier, empty_frontier, extend
+from solvers.partition_knapsack import Group, Packing, best_multiplier, pack
+from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
 Array = NDArray[np.float64]
 
 _MAX_MULTIPLIERS = 64
+_MAX_STEPS = 8
+_MAX_POINTS = 1000
 _ROUNDING = 1e-12
-_PARETO_BLOCK = 256
 
 
 class OutOfTime(Exception):
@@ -38,41 +46,16 @@ class StageKind:
     scale: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Frontier:
-    """Pareto-optimal ways to run a composition, by time. `parent` points into the frontier of the
-    composition with one block less, `option` is that block's."""
-
-    time: Array
-    used: Array
-    sync: Array
-    parent: NDArray[np.intp]
-    option: NDArray[np.intp]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """One way to run a stage: time (scaled), sync, and the option counts' place in a frontier."""
+    """Time (scaled) and sync of one way to run a stage.
+
+    `options` gives (class, option) of its blocks; None for a bound that no way may attain.
+    """
 
     time_s: float
     sync_s: float
-    threshold: float
-    index: int
-
-
-class ClassTable:
-    """The options of one block class as arrays."""
-
-    def __init__(self, options: tuple[BlockOption, ...]) -> None:
-        self.time = np.array([o.time_s for o in options])
-        self.static = np.array([o.static_bytes for o in options])
-        self.saved = np.array([o.saved_bytes for o in options])
-        self.sync = np.array([o.sync_s for o in options])
-        self.transient = np.array([o.transient_bytes for o in options])
-
-    def used(self, in_flight: int) -> Array:
-        """Bytes held by each option for the whole step."""
-        return self.static + in_flight * self.saved
+    options: Callable[[], list[tuple[int, int]]] | None
 
 
 class Pricer:
@@ -83,9 +66,10 @@ class Pricer:
         self.kinds, self.kind_of_stage = _stage_kinds(problem)
         self.classes = [ClassTable(options) for options in problem.classes]
         self.run, self.compositions = _compositions(problem)
+        self._counts = self.compositions.astype(float)
         self.weight = _time_weight(problem)
         self.thresholds = sorted({float(t) for c in self.classes for t in c.transient})
-        self._frontiers: dict[tuple[int, float, tuple[int, ...]], Frontier] = {}
+        self._frontiers: dict[tuple[int, float, tuple[int, ...]], Frontier | None] = {}
         self._prices: dict[tuple[int, int], tuple[Price, ...]] = {}
         self._largest = {
             f: max(k.free_bytes for k in self.kinds if k.in_flight == f)
@@ -96,45 +80,50 @@ class Pricer:
         """The least bytes (static, saved, transient) each composition can run in."""
         in_flight = self.kinds[kind].in_flight
         needs = [
-            self._total(lambda c: c.used(in_flight), threshold) + threshold
+            self._total([c.used(in_flight)[:, None] for c in self.classes], threshold)[:, 0]
+            + threshold
             for threshold in self.thresholds
         ]
         return np.min(needs, axis=0)
 
     def least_sync(self) -> Array:
         """A lower bound on the sync time of each composition."""
-        return self._total(lambda c: c.sync, np.inf)
+        return self._total([c.sync[:, None] for c in self.classes], np.inf)[:, 0]
 
     def lower_time(self, kind: int) -> Array:
-        """A lower bound on the time of each composition; inf where, exactly, none fits."""
+        """A lower bound on the time of each composition; inf where, exactly, none fits.
+
+        The transient peak is relaxed to a few steps: options up to a step's end, at its start.
+        """
         stage = self.kinds[kind]
-        multipliers = self._multipliers(stage.in_flight)
+        multipliers = np.array(self._multipliers(stage.in_flight))
+        values = [
+            c.time[:, None] + multipliers * c.used(stage.in_flight)[:, None] for c in self.classes
+        ]
         best = np.full(len(self.compositions), np.inf)
-        for threshold in self.thresholds:
-            free = stage.free_bytes - threshold
-            bound = np.zeros(len(best))
-            for multiplier in multipliers:
+        for step in np.array_split(self.thresholds, min(_MAX_STEPS, len(self.thresholds))):
+            priced = multipliers * (stage.free_bytes - step[0])
+            total = self._total(values, step[-1])
+            magnitude = np.where(np.isinf(total), 0.0, total) + np.abs(priced)
+            bound = (total - priced - _ROUNDING * magnitude).max(axis=1)
+            best = np.minimum(best, np.maximum(bound, 0.0))
+        fits = self.least_bytes(kind) <= stage.free_bytes
+        return np.where(fits, best * stage.scale, np.inf)
 
-                def relaxed(c: ClassTable, m: float = multiplier) -> Array:
-                    return c.time + m * c.used(stage.in_flight)
+    def _total(self, values: list[Array], threshold: float) -> Array:
+        """Per composition, the sum of each block's least value with transient <= threshold.
 
-                total = self._total(relaxed, threshold)
-                magnitude = np.where(np.isinf(total), 0.0, total) + abs(multiplier * free)
-                bound = np.maximum(bound, total - multiplier * free - _ROUNDING * magnitude)
-            misfit = self._total(lambda c: c.used(stage.in_flight), threshold) > free
-            best = np.minimum(best, np.where(misfit, np.inf, bound))
-        return best * stage.scale
-
-    def _total(self, value: Callable[[ClassTable], Array], threshold: float) -> Array:
-        """Per composition, the sum of each block's least `value` with transient <= threshold."""
-        least = np.zeros(len(self.classes))
-        missing = np.zeros(len(self.classes), dtype=bool)
-        for index, table in enumerate(self.classes):
-            allowed = table.transient <= threshold
-            missing[index] = not allowed.any()
-            least[index] = 0.0 if missing[index] else value(table)[allowed].min()
-        total = self.compositions @ least
-        return np.where(self.compositions[:, missing].any(axis=1), np.inf, total)
+        `values` holds a row per option and a column per case; so does the result.
+        """
+        allowed = [table.transient <= threshold for table in self.classes]
+        missing = [not some.any() for some in allowed]
+        least = [
+            np.zeros(value.shape[1]) if none else value[some].min(axis=0)
+            for value, some, none in zip(values, allowed, missing, strict=True)
+        ]
+        total = self._counts @ np.array(least)
+        total[self.compositions[:, missing].any(axis=1)] = np.inf
+        return np.asarray(total)
 
     def _multipliers(self, in_flight: int) -> list[float]:
         """Seconds per byte at which a block would change its option: where the bound is tight."""
@@ -151,69 +140,195 @@ class Pricer:
         """Pareto-optimal (time, sync) of a composition on a kind of stage, exact, by time."""
         key = (kind, composition)
         if key not in self._prices:
-            self._prices[key] = self._price(self.kinds[kind], composition)
+            counts = tuple(int(c) for c in self.compositions[composition])
+            self._prices[key] = self._price(self.kinds[kind], counts)
         return self._prices[key]
 
-    def _price(self, stage: StageKind, composition: int) -> tuple[Price, ...]:
-        counts = tuple(int(c) for c in self.compositions[composition])
+    def _price(self, stage: StageKind, counts: tuple[int, ...]) -> tuple[Price, ...]:
+        thresholds = self._own_thresholds(counts)
         found: list[Price] = []
-        for threshold in self._own_thresholds(counts):
+        for threshold in thresholds if len(thresholds) <= _MAX_STEPS else ():
             frontier = self._frontier(stage.in_flight, threshold, counts)
-            fitting = np.flatnonzero(frontier.used <= stage.free_bytes - threshold)
-            sync = frontier.sync[fitting]
-            before = np.concatenate([[np.inf], np.minimum.accumulate(sync)[:-1]])
-            for index in fitting[sync < before[: len(sync)]]:
-                found.append(
-                    Price(
-                        time_s=stage.scale * float(frontier.time[index]),
-                        sync_s=float(frontier.sync[index]),
-                        threshold=threshold,
-                        index=int(index),
-                    )
-                )
-        found.sort(key=lambda p: (p.time_s, p.sync_s, p.threshold))
-        kept: list[Price] = []
-        for price in found:
-            if not kept or price.sync_s < kept[-1].sync_s:
-                kept.append(price)
-        return tuple(kept)
+            if frontier is None:
+                break
+            found += _fitting(frontier, stage, threshold)
+        else:
+            if len(thresholds) <= _MAX_STEPS:
+                return _pareto_prices(found)
+        return self._packed(stage, counts, thresholds)
+
+    def _packed(
+        self, stage: StageKind, counts: tuple[int, ...], thresholds: list[float]
+    ) -> tuple[Price, ...]:
+        """The fastest way, the one of least time + sync / weight, and a bound on all others.
+
+        In exchange for the time that a way takes more than the fastest it can only save as much
+        sync as `weight` allows, so (least time, weight * (least sum - least time)) is as good.
+        """
+        present = [(c, n) for c, n in enumerate(counts) if n]
+        tables = [(self.classes[c], n) for c, n in present]
+        fastest = self._pack(stage, present, thresholds, sync_share=0.0)
+        if fastest is None:
+            return ()
+        least_sync = sum(n * float(t.sync.min()) for t, n in tables)
+        prices, bounds = [fastest[0]], (fastest[1], least_sync)
+        if any(t.sync.min() < t.sync.max() for t, _ in tables):
+            share = 1.0 / self.weight if self.weight else 0.0
+            both = self._pack(stage, present, thresholds, sync_share=share)
+            if both is not None and share:
+                prices.append(both[0])
+                floor = self.weight * (both[1] - fastest[1])
+                bounds = (fastest[1], max(least_sync, floor))
+        bound = Price(
+            time_s=stage.scale * bounds[0] * (1 - _ROUNDING),
+            sync_s=bounds[1] * (1 - _ROUNDING),
+            options=None,
+        )
+        return (*_pareto_prices(prices), bound)
+
+    def _pack(
+        self,
+        stage: StageKind,
+        present: list[tuple[int, int]],
+        thresholds: list[float],
+        *,
+        sync_share: float,
+    ) -> tuple[Price, float] | None:
+        """The packing of least time + sync_share * sync over all transient peaks; its bound."""
+        best: tuple[Packing, float] | None = None
+        bound = math.inf
+        for lower, threshold in self._ordered(stage, present, thresholds, sync_share):
+            if time.perf_counter() > self.deadline:
+                raise OutOfTime
+            if best is not None and lower >= best[0].cost:
+                break
+            groups = self._groups(stage, present, threshold, sync_share)
+            packing = pack(groups, stage.free_bytes - threshold)
+            if packing is None:
+                continue
+            bound = min(bound, packing.bound)
+            if best is None or packing.cost < best[0].cost:
+                best = packing, threshold
+        if best is None:
+            return None
+        price = self._packed_price(stage, present, packing=best[0], threshold=best[1])
+        return price, min(bound, best[0].cost)
+
+    def _groups(
+        self,
+        stage: StageKind,
+        present: list[tuple[int, int]],
+        threshold: float,
+        sync_share: float,
+    ) -> list[Group]:
+        groups = []
+        for index, count in present:
+            table = self.classes[index]
+            some = table.transient <= threshold
+            cost = (table.time + sync_share * table.sync)[some]
+            groups.append(Group(count=count, cost=cost, used=table.used(stage.in_flight)[some]))
+        return groups
+
+    def _ordered(
+        self,
+        stage: StageKind,
+        present: list[tuple[int, int]],
+        thresholds: list[float],
+        sync_share: float,
+    ) -> list[tuple[float, float]]:
+        """(lower bound on cost, threshold) of the thresholds that fit, ascending."""
+        limits = np.array(thresholds)
+        last = self._groups(stage, present, thresholds[-1], sync_share)
+        multiplier, _ = best_multiplier(last, stage.free_bytes - thresholds[-1])
+        least, lower = np.zeros(len(limits)), -multiplier * (stage.free_bytes - limits)
+        for (index, count), group in zip(present, last, strict=True):
+            allowed = self.classes[index].transient <= limits[:, None]
+            value = group.cost + multiplier * group.used
+            least += count * np.where(allowed, group.used, np.inf).min(axis=1)
+            lower += count * np.where(allowed, value, np.inf).min(axis=1)
+        fitting = least <= stage.free_bytes - limits
+        lower -= _ROUNDING * (np.abs(lower) + abs(multiplier * stage.free_bytes))
+        return sorted(zip(lower[fitting].tolist(), limits[fitting].tolist(), strict=True))
+
+    def _packed_price(
+        self,
+        stage: StageKind,
+        present: list[tuple[int, int]],
+        *,
+        packing: Packing,
+        threshold: float,
+    ) -> Price:
+        kinds = [index for index, count in present for _ in range(count)]
+        allowed = {i: np.flatnonzero(self.classes[i].transient <= threshold) for i, _ in present}
+        options = [
+            (i, int(allowed[i][local])) for i, local in zip(kinds, packing.options, strict=True)
+        ]
+        return Price(
+            time_s=stage.scale * math.fsum(float(self.classes[i].time[o]) for i, o in options),
+            sync_s=math.fsum(float(self.classes[i].sync[o]) for i, o in options),
+            options=lambda: options,
+        )
 
     def _own_thresholds(self, counts: tuple[int, ...]) -> list[float]:
         present = [self.classes[c].transient for c, count in enumerate(counts) if count]
         floor = max(float(t.min()) for t in present)
         return sorted({float(t) for ts in present for t in ts if t >= floor})
 
-    def _frontier(self, in_flight: int, threshold: float, counts: tuple[int, ...]) -> Frontier:
+    def _frontier(
+        self, in_flight: int, threshold: float, counts: tuple[int, ...]
+    ) -> Frontier | None:
+        """The frontier of a composition; None where it, or one it is made from, is too large."""
         missing = []
-        while (in_flight, threshold, counts) not in self._frontiers and any(counts):
+        while (in_flight, threshold, counts) not in self._frontiers:
             missing.append(counts)
+            if sum(counts) == 1:
+                break
             counts = _one_less(counts)
-        if not any(counts):
-            zero, none = np.zeros(1), np.zeros(1, dtype=np.intp)
-            current = Frontier(time=zero, used=zero, sync=zero, parent=none, option=none)
-        else:
+        current: Frontier | None = empty_frontier()
+        if (in_flight, threshold, counts) in self._frontiers:
             current = self._frontiers[in_flight, threshold, counts]
         largest = self._largest[in_flight] - threshold
         for counts in reversed(missing):
             if time.perf_counter() > self.deadline:
                 raise OutOfTime
-            table = self.classes[_last(counts)]
-            current = _extend(current, table, in_flight, threshold, largest, self.weight)
+            if current is not None:
+                current = extend(
+                    current,
+                    _last(counts),
+                    self.classes[_last(counts)],
+                    in_flight=in_flight,
+                    threshold=threshold,
+                    largest=largest,
+                    weight=self.weight,
+                )
+            if current is not None and len(current.time) > _MAX_POINTS:
+                current = None
             self._frontiers[in_flight, threshold, counts] = current
         return current
 
-    def options(self, kind: int, composition: int, price: Price) -> list[list[int]]:
-        """Option of every block of a priced composition, per class, ascending."""
-        in_flight = self.kinds[kind].in_flight
-        counts = tuple(int(c) for c in self.compositions[composition])
-        chosen: list[list[int]] = [[] for _ in self.classes]
-        index = price.index
-        while any(counts):
-            frontier = self._frontiers[in_flight, price.threshold, counts]
-            chosen[_last(counts)].append(int(frontier.option[index]))
-            index = int(frontier.parent[index])
-            counts = _one_less(counts)
-        return [sorted(options) for options in chosen]
+
+def _fitting(frontier: Frontier, stage: StageKind, threshold: float) -> list[Price]:
+    """The ways of a frontier that fit, each with less sync than all faster ones."""
+    fitting = np.flatnonzero(frontier.used <= stage.free_bytes - threshold)
+    sync = frontier.sync[fitting]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(sync)[:-1]])
+    return [
+        Price(
+            time_s=stage.scale * float(frontier.time[way]),
+            sync_s=float(frontier.sync[way]),
+            options=functools.partial(frontier.options, int(way)),
+        )
+        for way in fitting[sync < before[: len(sync)]]
+    ]
+
+
+def _pareto_prices(prices: Sequence[Price]) -> tuple[Price, ...]:
+    """The prices that no other matches or beats in time and sync, by time."""
+    kept: list[Price] = []
+    for price in sorted(prices, key=lambda p: (p.time_s, p.sync_s)):
+        if not kept or price.sync_s < kept[-1].sync_s:
+            kept.append(price)
+    return tuple(kept)
 
 
 def _stage_kinds(problem: PartitionProblem) -> tuple[list[StageKind], list[int]]:
@@ -257,60 +372,3 @@ def _last(counts: tuple[int, ...]) -> int:
 def _one_less(counts: tuple[int, ...]) -> tuple[int, ...]:
     last = _last(counts)
     return (*counts[:last], counts[last] - 1, *counts[last + 1 :])
-
-
-def _extend(
-    frontier: Frontier,
-    table: ClassTable,
-    in_flight: int,
-    threshold: float,
-    largest: float,
-    weight: float,
-) -> Frontier:
-    """The frontier with one block more, of what fits into `largest` bytes."""
-    allowed = np.flatnonzero(table.transient <= threshold)
-    points, choices = np.meshgrid(np.arange(len(frontier.time)), allowed, indexing="ij")
-    points, choices = points.reshape(-1), choices.reshape(-1)
-    used = frontier.used[points] + table.used(in_flight)[choices]
-    fitting = np.flatnonzero(used <= largest)
-    points, choices, used = points[fitting], choices[fitting], used[fitting]
-    times = frontier.time[points] + table.time[choices]
-    sync = frontier.sync[points] + table.sync[choices]
-    kept = pareto(times, used, sync + weight * times)
-    return Frontier(
-        time=times[kept],
-        used=used[kept],
-        sync=sync[kept],
-        parent=points[kept],
-        option=choices[kept],
-    )
-
-
-def pareto(first: Array, second: Array, third: Array) -> NDArray[np.intp]:
-    """Indices of the points that no other matches or beats in all three, ascending by `first`."""
-    order = np.lexsort((third, second, first))
-    if len(order) == 0:
-        return order
-    ordered = second[order]
-    before = np.concatenate([[np.inf], np.minimum.accumulate(ordered)[:-1]])
-    front = ordered < before  # beaten by none in the first two
-    rival = order[np.maximum.accumulate(np.where(front, np.arange(len(order)), 0))]
-    order = order[front | (third[order] < third[rival])]
-    if len(order) == front.sum():
-        return order
-    kept = order[:0]
-    for start in range(0, len(order), _PARETO_BLOCK):
-        block = order[start : start + _PARETO_BLOCK]
-        block = block[~_beats(kept, block, second, third).any(axis=1)]
-        earlier = np.tri(len(block), k=-1, dtype=bool)  # sorted: only those before can beat
-        beaten = (_beats(block, block, second, third) & earlier).any(axis=1)
-        kept = np.concatenate([kept, block[~beaten]])
-    return kept
-
-
-def _beats(
-    rivals: NDArray[np.intp], points: NDArray[np.intp], second: Array, third: Array
-) -> NDArray[np.bool_]:
-    """[point, rival]: whether the rival needs no more of either."""
-    no_more = second[rivals] <= second[points][:, None]
-    return np.asarray(no_more & (third[rivals] <= third[points][:, None]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,6 +23,7 @@ class PriceTable:
         kinds, least_sync = range(len(pricer.kinds)), pricer.least_sync()
         self.time = [pricer.lower_time(kind)[None, :] for kind in kinds]
         self.sync = [np.where(np.isfinite(t), least_sync, np.inf) for t in self.time]
+        self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
         self.priced = [np.zeros(len(least_sync), dtype=bool) for _ in kinds]
         length = len(problem.blocks)
         cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
@@ -29,10 +31,13 @@ class PriceTable:
         position = np.arange(length + 1)
         self._is_run = position[None, :] - position[:, None] >= problem.min_blocks
 
-    def arcs(self, allowed: list[NDArray[np.bool_]] | None = None) -> ArcCosts:
-        """The costs known so far, of the arcs `allowed` per kind."""
+    def arcs(
+        self, allowed: list[NDArray[np.bool_]] | None = None, *, real: bool = False
+    ) -> ArcCosts:
+        """The costs known so far, of the arcs `allowed` per kind; `real`: of exact ways only."""
+        pairs = zip(self.time, self.real, strict=True)
         return ArcCosts(
-            time=[t.copy() for t in self.time],
+            time=[np.where(r, t, np.inf) if real else t.copy() for t, r in pairs],
             sync=[s.copy() for s in self.sync],
             run=self.pricer.run,
             boundary_s=self._boundary,
@@ -43,7 +48,9 @@ class PriceTable:
         """(kind, composition) of every stage of a path."""
         pairs = zip(path.positions, path.positions[1:], strict=False)
         kinds = self.pricer.kind_of_stage
-        return [(kind, int(self.pricer.run[i, j])) for kind, (i, j) in zip(kinds, pairs, strict=True)]
+        return [
+            (kind, int(self.pricer.run[i, j])) for kind, (i, j) in zip(kinds, pairs, strict=True)
+        ]
 
     def price(self, arcs: Iterable[tuple[int, int]]) -> bool:
         """Make arcs exact; returns whether any was not."""
@@ -54,17 +61,24 @@ class PriceTable:
                 changed = True
         return changed
 
+    def is_real(self, path: Path) -> bool:
+        """Whether every stage of a path runs in a way that exists, at its exact price."""
+        pairs = zip(self.arcs_of(path), path.ways, strict=True)
+        return all(self.real[kind][way, composition] for (kind, composition), way in pairs)
+
     def _set(self, kind: int, composition: int, prices: tuple[Price, ...]) -> None:
-        ways = len(self.time[kind])
+        ways, width = self.time[kind].shape
         if len(prices) > ways:
-            more = np.full((len(prices) - ways, self.time[kind].shape[1]), np.inf)
+            more = np.full((len(prices) - ways, width), np.inf)
             self.time[kind] = np.concatenate([self.time[kind], more])
             self.sync[kind] = np.concatenate([self.sync[kind], more])
-        for table in (self.time[kind], self.sync[kind]):
-            table[:, composition] = np.inf
+            self.real[kind] = np.concatenate([self.real[kind], np.zeros(more.shape, dtype=bool)])
+        self.time[kind][:, composition] = np.inf
+        self.sync[kind][:, composition] = np.inf
         for way, price in enumerate(prices):
             self.time[kind][way, composition] = price.time_s
             self.sync[kind][way, composition] = price.sync_s
+            self.real[kind][way, composition] = price.options is not None
         self.priced[kind][composition] = True
 
     def survivors(
@@ -88,11 +102,15 @@ class PriceTable:
         return kept
 
     def options(self, problem: PartitionProblem, path: Path) -> tuple[int, ...]:
-        """The option of every block on a priced path."""
-        chosen = []
+        """The option of every block on a path that `is_real`, the lowest first within a class."""
+        chosen: list[int] = []
         for stage, (kind, composition) in enumerate(self.arcs_of(path)):
-            price = self.pricer.price(kind, composition)[path.ways[stage]]
-            queues = [iter(o) for o in self.pricer.options(kind, composition, price)]
+            way = self.pricer.price(kind, composition)[path.ways[stage]]
+            if way.options is None:
+                raise ValueError("the path uses a bound, not a way to run a stage")
+            queues: dict[int, list[int]] = defaultdict(list)
+            for block_class, option in sorted(way.options(), reverse=True):
+                queues[block_class].append(option)
             blocks = problem.blocks[path.positions[stage] : path.positions[stage + 1]]
-            chosen += [next(queues[block]) for block in blocks]
+            chosen += [queues[block_class].pop() for block_class in blocks]
         return tuple(chosen)

@@ -1,10 +1,10 @@
 """Capture: a model's forward as an `OpGraph`, and the graph as a chain of blocks.
 
-    capture               model and example batch -> graph, through torch.export
-    verify_capture        the graph's loss and gradients against the model's
-    same_when_evaluating  whether the training graph also serves evaluation
-    find_blocks           graph -> chain of blocks between narrow cuts, grouped into classes
-    check_chain           whether a chain holds the whole graph
+capture               model and example batch -> graph, through torch.export
+verify_capture        the graph's loss and gradients against the model's
+same_when_evaluating  whether the training graph also serves evaluation
+find_blocks           graph -> chain of blocks between narrow cuts, grouped into classes
+check_chain           whether a chain holds the whole graph
 """
 
 from autopar.capture.blocks import find_blocks

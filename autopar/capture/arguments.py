@@ -15,17 +15,17 @@ import torch
 
 from autopar.capture.sizes import SizeReader
 from autopar.errors import CaptureError
-from autopar.ir.graph import Arg, Ref, Shape, TensorSpec, refs_in
-from autopar.ir.size import Size
+from autopar.ir.graph import Arg, Ref, TensorSpec, refs_in
+from autopar.ir.size import Shape, Size
 
 Bound = dict[str, Arg]
 """Arguments by schema name."""
 
 DROPPED = ("device", "layout", "pin_memory", "non_blocking")
-DIM_NAMES = frozenset(
-    ["dim", "dims", "dim0", "dim1", "dim2", "axis", "axes", "axis0", "axis1"]
-    + ["start_dim", "end_dim", "source", "destination"]
-)
+_DIM_NAMES = """
+    dim dims dim0 dim1 dim2 axis axes axis0 axis1 start_dim end_dim source destination
+"""
+DIM_NAMES = frozenset(_DIM_NAMES.split())
 NEW_DIM_OPS = frozenset(["aten.unsqueeze.default", "aten.stack.default"])
 """Ops whose `dim` counts the dims of the result."""
 
@@ -86,7 +86,9 @@ def size_arg(size: Size) -> Arg:
     return size if size.is_batch else size.const
 
 
-def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments by schema name, defaults filled in before the last one given by position."""
     schema = op._schema.arguments
     given = {schema[i].name: value for i, value in enumerate(args)} | dict(kwargs)
@@ -97,7 +99,9 @@ def bind(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, 
     return {name: value for name, value in bound.items() if name not in DROPPED}
 
 
-def unbind(op: torch._ops.OpOverload, bound: Bound) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+def unbind(
+    op: torch._ops.OpOverload, bound: Bound
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
     """Positional and keyword arguments in canonical form."""
     schema = op._schema.arguments
     args = tuple(bound[a.name] for a in schema if not a.kwarg_only and a.name in bound)
@@ -115,9 +119,7 @@ def op_overload(name: str) -> torch._ops.OpOverload:
     return op
 
 
-def without_aliases(
-    op: torch._ops.OpOverload, bound: Bound
-) -> tuple[torch._ops.OpOverload, Bound]:
+def without_aliases(op: torch._ops.OpOverload, bound: Bound) -> tuple[torch._ops.OpOverload, Bound]:
     """The op under its first name; ops that take a shape from another tensor take it directly."""
     name = str(op)
     if name in SIZE_FROM_RESULT:
@@ -134,7 +136,10 @@ def without_aliases(
 def canonical(
     op: torch._ops.OpOverload, bound: Bound, specs: Mapping[Ref, TensorSpec], output: TensorSpec
 ) -> Bound:
-    """The canonical form of `bound`; `specs` of its inputs, `output` the spec of the first result."""
+    """The canonical form of `bound`.
+
+    `specs` has the specs of its inputs, `output` is the spec of the op's first result.
+    """
     name = str(op)
     refs = list(refs_in(tuple(bound.values())))
     if refs:

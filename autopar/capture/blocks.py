@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from autopar.capture.chain import build_chain
 from autopar.capture.cuts import MAX_WIDTH, Span, narrow_spans, segments, wide_spans
@@ -71,7 +72,7 @@ class _Grouping:
         self._parts = segments(flow, spans)
         self._least = least_matmuls
         self.runs = find_runs(self._parts, least_matmuls)
-        self._starters = {self._parts.digests[run.start] for run in self.runs}
+        self._starters = {self._parts.digests[run.start]: run.period for run in self.runs}
         whole = [self._span(run.start, run.start + run.period) for run in self.runs]
         self._templates = {digest(flow, *span): span[1] - span[0] for span in whole}
 
@@ -94,7 +95,8 @@ class _Grouping:
 
         Segments that together equal a run's block are one (a value that ends in them gave them
         other cuts than the run has). Elsewhere a block ends once it has its matmuls and the next
-        segment has parameters, or before a segment that equals the first of a run's block.
+        segment has parameters, or before a segment that equals the first of a run's block; one
+        that begins with such a segment is as long as the run's.
         """
         edges = [low]
         i = low
@@ -112,8 +114,9 @@ class _Grouping:
         return self._joined([*edges, high]) if low < high else []
 
     def _ends_before(self, start: int, index: int) -> bool:
+        long = index - start >= self._starters.get(self._parts.digests[start], 1)
         heavy = self._parts.weight(start, index) >= self._least
-        full = heavy and self._flow.has_parameters(*self._spans[index])
+        full = long and heavy and self._flow.has_parameters(*self._spans[index])
         starts = self._parts.digests[index] in self._starters
         return full or (starts and self._flow.has_parameters(*self._span(start, index)))
 
@@ -133,4 +136,4 @@ class _Grouping:
         return self._spans[low][0], self._spans[high - 1][1]
 
     def _joined(self, edges: Sequence[int]) -> list[Span]:
-        return [self._span(low, high) for low, high in zip(edges, edges[1:], strict=False)]
+        return [self._span(low, high) for low, high in pairwise(edges)]

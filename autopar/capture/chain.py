@@ -34,9 +34,7 @@ def _block(flow: Flow, span: tuple[int, int], index: int, class_index: int) -> B
     start, end = span
     nodes = flow.main[start:end]
     own = {node.name for node in nodes}
-    outside = dict.fromkeys(
-        ref for node in nodes for ref in node.inputs() if ref.name not in own
-    )
+    outside = dict.fromkeys(ref for node in nodes for ref in node.inputs() if ref.name not in own)
     state = {s.name for s in flow.graph.sources if s.kind in STATE}
     return Block(
         index=index,
@@ -63,15 +61,15 @@ def _common_path(paths: Iterable[str]) -> str:
     return ".".join(common)
 
 
-def _classes(
-    flow: Flow, blocks: Sequence[Block], digests: Sequence[str]
-) -> tuple[BlockClass, ...]:
+def _classes(flow: Flow, blocks: Sequence[Block], digests: Sequence[str]) -> tuple[BlockClass, ...]:
     classes: list[BlockClass] = []
     for index, own in enumerate(digests):
         members = tuple(block.index for block in blocks if block.class_index == index)
         taken = {other.name for other in classes}
         wanted = _readable_name(flow, blocks[members[0]])
-        name = next(n for n in (wanted, *(f"{wanted}_{i}" for i in range(2, 99999))) if n not in taken)
+        name = next(
+            n for n in (wanted, *(f"{wanted}_{i}" for i in range(2, 99999))) if n not in taken
+        )
         classes.append(BlockClass(index=index, name=name, digest=own, members=members))
     return tuple(classes)
 

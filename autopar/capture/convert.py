@@ -42,14 +42,16 @@ def convert(
 
 
 def batch_arithmetic(nodes: Iterable[OpNode]) -> tuple[str, ...]:
-    """A note for each op that takes the batch size for a number: a split batch changes its value."""
+    """A note for each op that takes the batch size for a number; splitting the batch changes it."""
     notes: dict[str, None] = {}
     for node in nodes:
         schema = arguments.op_overload(node.target)._schema.arguments
         numbers = [a.name for a in schema if str(a.type) in ("number", "Tensor")]
         given = {a.name: value for a, value in zip(schema, node.args, strict=False)}
         if node.inputs() and any(isinstance(given.get(name), Size) for name in numbers):
-            notes[f"{node.source or node.name}: {node.target} calculates with the batch size"] = None
+            notes[f"{node.source or node.name}: {node.target} calculates with the batch size"] = (
+                None
+            )
     return tuple(notes)
 
 
@@ -99,7 +101,8 @@ class _Converter:
         op, bound = arguments.without_aliases(op, bound)
         family = str(op).rsplit(".", 1)[0]
         outputs = self._output_specs(step.node)
-        if family in IDENTITIES:
+        constant = family == "aten.detach" and not self.emitter.is_differentiable(_first_ref(bound))
+        if family in IDENTITIES or constant:
             return _first_ref(bound)
         if family in CASTS:
             return self._cast(step, bound, outputs[0])

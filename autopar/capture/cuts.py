@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from autopar.capture.digest import digest
 from autopar.capture.flow import Flow
@@ -36,7 +37,7 @@ def wide_spans(flow: Flow, spans: Sequence[Span], width: int) -> list[Span]:
     for start, end in spans:
         matmuls = [i for i in range(start, end) if flow.matmuls(i, i + 1)]
         points = []
-        for before, after in zip(matmuls, matmuls[1:], strict=False):
+        for before, after in pairwise(matmuls):
             best = min(
                 range(before + 1, after + 1), key=lambda p: (flow.crossing_bytes(p), flow.width(p))
             )
@@ -63,11 +64,11 @@ def segments(flow: Flow, spans: Sequence[Span]) -> Segments:
 
 def _between(start: int, end: int, points: Iterable[int]) -> list[Span]:
     edges = [start, *points, end]
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
 def _refined(flow: Flow, spans: list[Span], width: int) -> list[Span]:
-    """Heavy segments that occur once, cut at points of up to `width` where that shows a repetition."""
+    """Heavy segments that occur once, cut at points up to `width` wide where that shows layers."""
     if width > MAX_WIDTH:
         return spans
     digests = [digest(flow, start, end) for start, end in spans]
@@ -84,6 +85,4 @@ def _refined(flow: Flow, spans: list[Span], width: int) -> list[Span]:
 
 def _repeats(flow: Flow, spans: Sequence[Span]) -> bool:
     parts = segments(flow, spans)
-    return any(
-        parts.weight(run.start, run.start + run.period) >= 2 for run in find_runs(parts, 2)
-    )
+    return any(parts.weight(run.start, run.start + run.period) >= 2 for run in find_runs(parts, 2))

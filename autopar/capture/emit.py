@@ -45,7 +45,7 @@ class Emitter:
     def bind(self, op: torch._ops.OpOverload, node: fx.Node) -> arguments.Bound:
         """The arguments of a traced call by schema name."""
         raw = arguments.bind(op, node.args, node.kwargs)
-        return {name: arguments.arg(v, self.sizes, self._lookup) for name, v in raw.items()}
+        return {name: arguments.arg(v, self.sizes, self.lookup) for name, v in raw.items()}
 
     def emit(
         self,
@@ -77,6 +77,10 @@ class Emitter:
             self._differentiable |= {r for r in refs if self.specs[r].is_floating}
         return refs
 
+    def is_differentiable(self, ref: Ref) -> bool:
+        """Whether a gradient flows back through a value."""
+        return ref in self._differentiable
+
     def cast(self, step: Step, ref: Ref, output: TensorSpec) -> Ref:
         """The value in the dtype of `output`."""
         if self.specs[ref].dtype == output.dtype:
@@ -91,10 +95,11 @@ class Emitter:
         bound: arguments.Bound = {"self": ref, "size": arguments.shape_arg(output.shape)}
         return self.emit(step, torch.ops.aten.expand.default, bound, (output,))[0]
 
-    def _lookup(self, node: fx.Node) -> Arg:
+    def lookup(self, node: fx.Node) -> Arg:
+        """A traced node as an argument: a value, or a size."""
         resolved = self.flat.resolve(node)
         if not isinstance(resolved, fx.Node):
-            return arguments.arg(resolved, self.sizes, self._lookup)
+            return arguments.arg(resolved, self.sizes, self.lookup)
         traced = resolved.meta.get("val")
         if isinstance(traced, torch.SymInt):
             return arguments.size_arg(self.sizes.size(traced))

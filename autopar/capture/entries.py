@@ -1,4 +1,4 @@
-"""The example batch: which entries are tensors, which are fixed values, which dim counts samples."""
+"""The example batch: which entries are tensors, which fixed values, and what counts samples."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ def _inline(module: fx.GraphModule, node: fx.Node, flat: FlatGraph, *, grad: boo
     if name == "wrap_with_set_grad_enabled":
         grad, body, operands = bool(args[0]), args[1], args[2:]
     elif name == "wrap_with_autocast":
-        _refuse_enabled_autocast(node)
         body, operands = args[4], args[5:]
     else:
         raise CaptureError(
@@ -97,16 +96,20 @@ def _inline(module: fx.GraphModule, node: fx.Node, flat: FlatGraph, *, grad: boo
         )
     assert isinstance(body, fx.Node)
     inner = getattr(module, str(body.target))
+    if name == "wrap_with_autocast":
+        _refuse_enabled_autocast(node, inner)
     holders = (n for n in inner.graph.nodes if n.op == "placeholder")
     flat.bound.update(zip(holders, operands, strict=True))
     flat.bound[node] = _walk(inner, flat, grad=grad)
 
 
-def _refuse_enabled_autocast(node: fx.Node) -> None:
+def _refuse_enabled_autocast(node: fx.Node, body: fx.GraphModule) -> None:
     kind, dtype, enabled = node.args[:3]
     if enabled:
+        located = (_where(inner) for inner in body.graph.nodes)
+        where = next(filter(None, located), "")
         raise CaptureError(
-            f"{_where(node)}torch.autocast({kind!r}, {dtype}) inside the model is not captured; "
+            f"{where}torch.autocast({kind!r}, {dtype}) inside the model is not captured; "
             "cast explicitly with .to(dtype), or leave precision to the plan"
         )
 

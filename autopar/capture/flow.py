@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 from autopar.ir.graph import OpGraph, OpNode, Ref, SourceKind, TensorSpec
 
-MATMULS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "linear matmul mm bmm addmm addbmm baddbmm einsum bilinear _grouped_mm convolution "
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh"
-    ).split()
-)
-RANDOM = frozenset(
-    f"aten.{name}"
-    for name in (
-        "rand randn randint randperm rand_like randn_like randint_like bernoulli normal "
-        "multinomial dropout feature_dropout alpha_dropout poisson"
-    ).split()
-)
+_MATMUL_NAMES = """
+    linear matmul mm bmm addmm addbmm baddbmm einsum bilinear _grouped_mm convolution conv1d conv2d
+    conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu
+"""
+_RANDOM_NAMES = """
+    rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial
+    dropout feature_dropout alpha_dropout poisson
+"""
+MATMULS = frozenset(f"aten.{name}" for name in _MATMUL_NAMES.split())
+RANDOM = frozenset(f"aten.{name}" for name in _RANDOM_NAMES.split())
 """Ops that draw random numbers: computed once, in one block, never again in each stage."""
 
 STATE = (SourceKind.PARAMETER, SourceKind.BUFFER)
@@ -127,5 +124,5 @@ def _reached(graph: OpGraph, names: set[str], seeds: frozenset[str]) -> set[str]
     return found
 
 
-def _prefix_sums(flags: object) -> list[int]:
-    return [0, *accumulate(map(int, flags))]  # type: ignore[call-overload]
+def _prefix_sums(flags: Iterable[bool]) -> list[int]:
+    return [0, *accumulate(map(int, flags))]

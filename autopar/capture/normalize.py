@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Arg, OpNode, Ref, Shape, TensorSpec
-from autopar.ir.size import Size
+from autopar.ir.graph import Arg, OpNode, Ref, TensorSpec
+from autopar.ir.size import Shape, Size
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's codes of a reduction."""

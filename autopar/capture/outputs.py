@@ -17,13 +17,10 @@ _GIVE_A_LOSS = (
 
 
 def find_loss(output: Any) -> Tensor:
-    """The output itself when it is a scalar, else its `loss` entry. CaptureError if there is none."""
+    """The output itself when it is a scalar, else its `loss` entry; else CaptureError."""
     if isinstance(output, Tensor) and output.ndim == 0:
         return check_loss(output)
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    else:
-        loss = getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise CaptureError(f"the model returns {_describe(output)} without a loss; {_GIVE_A_LOSS}")
     return check_loss(loss)

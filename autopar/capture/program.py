@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.capture.sources import (
     state_placeholders,
     state_sources,
 )
-from autopar.capture.tracing import LossFn, Trace, trace
+from autopar.capture.tracing import LossFn, Trace, TraceFailed, trace
 from autopar.errors import CaptureError
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 
@@ -67,6 +67,9 @@ def capture(
             reason = str(fixed)
             if not fixed.specialised:
                 break
+        except TraceFailed as failed:
+            reason = reason or str(failed)
+            break
     traced = trace(model, entries, loss_fn, samples=entries.samples, symbolic=False)
     return _captured(model, entries, traced, reason=reason, symbolic=False)
 

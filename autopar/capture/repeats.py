@@ -69,9 +69,7 @@ def _best_run(segments: Segments, low: int, high: int, least_matmuls: int) -> Ru
     return _placed(segments, start, end, period, least_matmuls)
 
 
-def _stretches(
-    digests: Sequence[str], low: int, high: int, period: int
-) -> list[tuple[int, int]]:
+def _stretches(digests: Sequence[str], low: int, high: int, period: int) -> list[tuple[int, int]]:
     """Maximal ranges of two periods or more in which every segment equals the one a period on."""
     found, start = [], low
     for i in range(low, high - period + 1):

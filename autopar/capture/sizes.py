@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.utils._sympy.numbers import int_oo
@@ -69,13 +69,15 @@ class SizeReader:
         return Size(int(const), int(slope))
 
 
-def size_reader(entries: Entries, inputs: Mapping[str, Tensor], ranges: Mapping[Any, Any]) -> SizeReader:
+def size_reader(
+    entries: Entries, inputs: Mapping[str, Tensor], ranges: Mapping[Any, Any]
+) -> SizeReader:
     """The reader for a program traced with symbolic samples.
 
     `inputs` are the traced batch entries, `ranges` the program's range constraints. Raises
     FixedBatch where the trace holds for some batch sizes only.
     """
-    symbols = set()
+    symbols: set[sympy.Symbol] = set()
     for key in sorted(entries.sampled):
         samples = inputs[key].shape[0]
         if isinstance(samples, int) or not samples.node.expr.is_Symbol:
@@ -84,5 +86,7 @@ def size_reader(entries: Entries, inputs: Mapping[str, Tensor], ranges: Mapping[
     for symbol in symbols:
         bounds = ranges.get(symbol)
         if bounds is not None and (bounds.lower > 2 or bounds.upper != int_oo):
-            raise FixedBatch(f"the model branches on its batch size ({bounds.lower} to {bounds.upper})")
+            raise FixedBatch(
+                f"the model branches on its batch size ({bounds.lower} to {bounds.upper})"
+            )
     return SizeReader(frozenset(symbols))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Callable, Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,10 @@ PREFIX = "model"
 """The name under which the wrapper holds the user's model."""
 
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException")
+
+
+class TraceFailed(CaptureError):
+    """The model's code or torch failed while it was traced, perhaps over a symbolic size."""
 
 
 class ModelWithLoss(nn.Module):
@@ -70,7 +78,8 @@ def trace(
 ) -> Trace:
     """Export the model with an example of `samples` samples, their number symbolic or fixed.
 
-    Raises CaptureError naming the cause and the line of the model.
+    Raises CaptureError naming the cause and the line of the model, TraceFailed where the cause may
+    be that sizes are symbolic or the number of samples is not the user's.
     """
     _refuse_outer_autocast()
     refuse_module_hooks(model)
@@ -80,7 +89,7 @@ def trace(
     dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
     notes: list[str] = []
     try:
-        with watch_silent_drops(notes):
+        with watch_silent_drops(notes), _quiet():
             program = torch.export.export(
                 wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
             )
@@ -94,6 +103,20 @@ def trace(
         output_tree=json.dumps(tree.tree),
         notes=(*notes, *tree.notes),
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what torch writes of a failed export; the error raised says it in one line."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+        sys.stderr.write(text.getvalue())
+    finally:
+        logging.disable(disabled)
 
 
 def _refuse_outer_autocast() -> None:
@@ -115,7 +138,7 @@ def capture_error(error: Exception) -> CaptureError:
             "use torch.where, a dense dispatch (every expert on every token, weighted by a one-hot "
             "mask) or a torch.library.custom_op"
         )
-    return CaptureError(f"{prefix}the model cannot be traced: {_cause(error)}")
+    return TraceFailed(f"{prefix}the model cannot be traced: {_cause(error)}")
 
 
 def _cause(error: Exception) -> str:

@@ -80,16 +80,22 @@ def source_values(
 
 
 def _loss_and_gradients(
-    compute: Callable[[], Tensor], parameters: Mapping[str, Tensor], device: torch.device
+    compute: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        torch.manual_seed(_SEED)
-        loss = compute()
-        if not loss.requires_grad:
-            return loss, dict.fromkeys(parameters)
-        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return loss.detach(), dict(zip(parameters, grads, strict=True))
+    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(_SEED)
+            loss = compute()
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), {name: p.grad for name, p in parameters.items()}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = kept[name]
 
 
 def _compare(what: str, expected: Tensor | None, found: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.locations import is_user_file, short_location
 from autopar.errors import CaptureError
@@ -24,6 +25,9 @@ CHECKPOINT_NOTE = (
     "activation checkpointing or offload inside the model was ignored: "
     "the plan decides what is recomputed"
 )
+
+_CUSTOM_OP_MODULE = "torch._library.autograd"
+"""Where torch.library makes the Function of a custom op; the op itself is what gets traced."""
 
 
 @contextlib.contextmanager
@@ -43,9 +47,14 @@ def _watched_apply(apply: Any, notes: list[str]) -> Callable[..., Any]:
     original = apply.__func__
 
     def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.utils.checkpoint"):
+        if cls is CheckpointFunction:
             _add_once(notes, CHECKPOINT_NOTE)
-        elif torch.is_grad_enabled():
+            # its own forward runs the function under no_grad, for the backward to run it again
+            function, _preserve_rng_state, *inputs = args
+            return function(*inputs)
+        if cls.__module__ == CheckpointFunction.__module__:
+            _add_once(notes, CHECKPOINT_NOTE)
+        elif cls.__module__ != _CUSTOM_OP_MODULE and torch.is_grad_enabled():
             raise CaptureError(
                 f"{_caller()}: autograd.Function {cls.__qualname__} would lose its backward in "
                 "capture; make it an op with torch.library.custom_op and register_autograd"

@@ -89,7 +89,11 @@ def _new_value(emitter: Emitter, step: Step, op: torch._ops.OpOverload, spec: Te
     functional = arguments.op_overload(RENAMED.get(str(op), str(op).replace("_.", ".", 1)))
     if "value" in bound and str(op) in RENAMED:
         bound["fill_value"] = bound["value"]
-    names = {a.name for a in functional._schema.arguments}
+    for a in op._schema.arguments:
+        # a default of the in-place op may be required in its functional form
+        if not a.kwarg_only and a.has_default_value():
+            bound.setdefault(a.name, arguments.arg(a.default_value, emitter.sizes, emitter.lookup))
+    names = {a.name for a in functional._schema.arguments} - set(arguments.DROPPED)
     kept = {name: value for name, value in bound.items() if name in names}
     kept = arguments.canonical(functional, kept, emitter.specs, spec)
     return emitter.emit(step, functional, kept, (spec,))[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.local import LocalNode, Mesh, move_text, node_text
@@ -35,7 +35,7 @@ class BlockSource:
     results: tuple[tuple[Ref, Layout], ...]
     specs: Mapping[Ref, TensorSpec]
     mesh: Mesh
-    has_random: bool
+    differentiable: Collection[Ref]
 
 
 def describe(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
@@ -54,7 +54,7 @@ class BodyPrinter:
 
     def __init__(self, source: BlockSource) -> None:
         self.source = source
-        self.names = ValueNames(source.mesh.axes)
+        self.names = ValueNames(source.mesh.axes, source.differentiable)
         self.lines: list[str] = []
         self._path: str | None = None
 

@@ -12,7 +12,7 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy, BatchAxis
-from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow, shared_layouts
+from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow, setup_closure, shared_layouts
 from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
 from autopar.rules import axis_strategies, batch_axis, piece_hints
 
@@ -87,21 +87,11 @@ class ModelView:
 
     def first_random(self, nodes: Iterable[str]) -> int:
         """Number of the first random node among `nodes`; 0 if there is none."""
-        return min(
-            (self.random_numbers[n] for n in nodes if n in self.random_numbers), default=0
-        )
+        return min((self.random_numbers[n] for n in nodes if n in self.random_numbers), default=0)
 
     def setup_closure(self, wanted: Iterable[Ref], *, stop: Iterable[str] = ()) -> tuple[str, ...]:
         """Set-up nodes needed for `wanted`, in order; nodes in `stop` are taken as given."""
-        setup, stopped = set(self.chain.setup), set(stop)
-        needed: set[str] = set()
-        stack = [ref.name for ref in wanted]
-        while stack:
-            name = stack.pop()
-            if name in setup and name not in needed and name not in stopped:
-                needed.add(name)
-                stack.extend(ref.name for ref in self.nodes[name].inputs())
-        return tuple(name for name in self.chain.setup if name in needed)
+        return setup_closure(self.nodes, self.chain.setup, wanted, stop=stop)
 
     def setup_choices(self, names: Sequence[str]) -> dict[str, NodeChoice]:
         """Choices of set-up nodes: split by sample on the data axis, whole on all others."""
@@ -177,9 +167,7 @@ class ModelView:
             LocalNode(
                 node=self.nodes[name],
                 choice=choices[name],
-                kernels=tuple(
-                    s.kernel for s in self.strategies(self.nodes[name], choices[name])
-                ),
+                kernels=tuple(s.kernel for s in self.strategies(self.nodes[name], choices[name])),
                 random_index=(
                     self.random_numbers[name] - first if name in self.random_numbers else None
                 ),

@@ -76,8 +76,10 @@ def _stage_of(view: ModelView, ref: Ref) -> StagePrinter:
         printer = StagePrinter(view, stage)
         if any(ref in block.outputs for block in printer.blocks):
             return printer
-    raise InputError(f"output {ref} of the model is made by no block; it does not depend on any "
-                     "parameter: return it from your own code instead")
+    raise InputError(
+        f"output {ref} of the model is made by no block; it does not depend on any "
+        "parameter: return it from your own code instead"
+    )
 
 
 def _output(view: ModelView, ref: Ref) -> str:

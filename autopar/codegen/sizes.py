@@ -40,6 +40,4 @@ def shape_text(
     spec: TensorSpec, layout: Layout, axes: Sequence[str], sizes: Sequence[int]
 ) -> tuple[str, ...]:
     """Local extents of all dims of a tensor."""
-    return tuple(
-        dim_text(size, dim, layout, axes, sizes) for dim, size in enumerate(spec.shape)
-    )
+    return tuple(dim_text(size, dim, layout, axes, sizes) for dim, size in enumerate(spec.shape))

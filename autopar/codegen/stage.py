@@ -27,9 +27,7 @@ def weight_keys(view: ModelView, variant: Variant) -> WeightKeys:
     """Keys for the parameters of a class: those that differ between blocks lose their prefix."""
     first = view.chain.representative(variant.class_index)
     members = [view.chain.blocks[i] for i in view.chain.classes[variant.class_index].members]
-    own = tuple(
-        len({m.parameters[i] for m in members}) > 1 for i in range(len(first.parameters))
-    )
+    own = tuple(len({m.parameters[i] for m in members}) > 1 for i in range(len(first.parameters)))
     names = [view.sources[ref.name].fqn for ref in first.parameters]
     prefix = dotted_prefix([name for name, mine in zip(names, own, strict=True) if mine])
     keys = {
@@ -52,9 +50,7 @@ def variant_source(view: ModelView, variant: Variant) -> str:
     block, flow = view.variant_flow(variant)
     members = view.chain.classes[variant.class_index].members
     users = [b for stage in view.plan.stages for b in stage.blocks if b.variant == variant.name]
-    mesh = " x ".join(
-        f"{a} {s}" for a, s in zip(view.mesh.axes, view.mesh.sizes, strict=True)
-    )
+    mesh = " x ".join(f"{a} {s}" for a, s in zip(view.mesh.axes, view.mesh.sizes, strict=True))
     where = users[0].module_path or f"block {users[0].index}" if users else "no block"
     title = (
         f"Block `{variant.name}`: runs {len(users)} of {len(members)} equal blocks, "
@@ -71,14 +67,12 @@ def variant_source(view: ModelView, variant: Variant) -> str:
             results=block_results(view, block, flow),
             specs=view.specs,
             mesh=view.mesh,
-            has_random=any(name in view.random_numbers for name in block.nodes),
+            differentiable=view.differentiable,
         )
     )
 
 
-def block_results(
-    view: ModelView, block: Block, flow: BlockFlow
-) -> tuple[tuple[Ref, Layout], ...]:
+def block_results(view: ModelView, block: Block, flow: BlockFlow) -> tuple[tuple[Ref, Layout], ...]:
     """The values a block returns and the layout of each: as required, or as they were made."""
     crossing = {ref for boundary in view.chain.boundaries for ref in boundary}
     return tuple(
@@ -198,7 +192,7 @@ class StagePrinter:
                 results=(),
                 specs=view.specs,
                 mesh=view.mesh,
-                has_random=False,
+                differentiable=view.differentiable,
             )
         )
         for source in view.graph.sources:
@@ -250,7 +244,9 @@ class StagePrinter:
         for ref, name in zip(self.received(), received, strict=True):
             printer.names.bind(ref, view.shared[ref], name)
         if received:
-            printer.lines.append(f"{', '.join(received)}{',' if len(received) == 1 else ''} = received")
+            printer.lines.append(
+                f"{', '.join(received)}{',' if len(received) == 1 else ''} = received"
+            )
         for use, block in zip(self.stage.blocks, self.blocks, strict=True):
             self._call_block(printer, use, block)
         results = [printer.names[ref, view.shared[ref]] for ref in self.sent()]
@@ -272,9 +268,7 @@ class StagePrinter:
     def _call_block(self, printer: BodyPrinter, use: BlockPlan, block: Block) -> None:
         view, variant = self.view, self.variants[use.variant]
         first, flow = view.variant_flow(variant)
-        arguments = [
-            printer.names[ref, view.shared[ref]] for ref in (*block.inputs, *block.shared)
-        ]
+        arguments = [printer.names[ref, view.shared[ref]] for ref in (*block.inputs, *block.shared)]
         results = block_results(view, first, flow)
         names = []
         for ref, (_, layout) in zip(block.outputs, results, strict=True):

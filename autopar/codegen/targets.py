@@ -45,11 +45,11 @@ def _default(call: Call) -> str:
 def _call(function: str, *names: str) -> Printer:
     """A function called with the op's arguments; `names` are its parameter names in order.
 
-    Arguments from the second optional one on are printed with their names.
+    Arguments of the op beyond those (a hint such as `cudnn_enable`) are left out.
     """
 
     def printer(call: Call) -> str:
-        arguments = list(call.args)
+        arguments = list(call.args[: len(names)] if names else call.args)
         for position, name in enumerate(names):
             if position >= len(arguments) and name in call.kwargs:
                 arguments.append(f"{name}={call.kwargs[name]}")
@@ -130,8 +130,10 @@ def _creation(name: str, *, fill: bool = False) -> Printer:
     def printer(call: Call) -> str:
         value = f", {call.arg(1, 'fill_value')}" if fill else ""
         dtype = f"dtype=torch.{call.node.outputs[0].dtype}"
-        return f"torch.{name}(({call.shape()}{',' if call.shapes[0] else ''}){value}, {dtype}, " \
-               "device=ctx.device)"
+        return (
+            f"torch.{name}(({call.shape()}{',' if call.shapes[0] else ''}){value}, {dtype}, "
+            "device=ctx.device)"
+        )
 
     return printer
 
@@ -195,7 +197,9 @@ PRINTERS: dict[str, Printer] = {
     "aten.bmm.default": _call("torch.bmm"),
     "aten.addmm.default": _call("torch.addmm", "input", "mat1", "mat2"),
     "aten.embedding.default": _embedding,
-    "aten.layer_norm.default": _call("F.layer_norm", "input", "normalized_shape", "weight", "bias"),
+    "aten.layer_norm.default": _call(
+        "F.layer_norm", "input", "normalized_shape", "weight", "bias", "eps"
+    ),
     "aten.gelu.default": _call("F.gelu", "input", "approximate"),
     "aten.silu.default": _call("F.silu"),
     "aten.softmax.int": _call("torch.softmax", "input", "dim", "dtype"),

@@ -117,14 +117,10 @@ def _inner(
             numel = prod(_local(view, view.specs[ref], layout, whole_batch))
             nbytes = numel * DTYPE_BYTES[inner.dtype]
             if nbytes:
-                yield _collective(
-                    inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name
-                )
+                yield _collective(inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name)
 
 
-def _local(
-    view: ModelView, spec: TensorSpec, layout: Layout, whole_batch: int
-) -> tuple[int, ...]:
+def _local(view: ModelView, spec: TensorSpec, layout: Layout, whole_batch: int) -> tuple[int, ...]:
     return largest_shape(shape_at(spec.shape, whole_batch), layout, view.mesh.sizes)
 
 
@@ -143,9 +139,7 @@ def _sends(view: ModelView, stage: StagePlan, samples: int) -> Iterator[Collecti
         yield from (message(ref, "forward") for ref in boundaries[last])
     if first:
         yield from (
-            message(ref, "backward")
-            for ref in boundaries[first - 1]
-            if ref in view.differentiable
+            message(ref, "backward") for ref in boundaries[first - 1] if ref in view.differentiable
         )
 
 
@@ -156,9 +150,7 @@ def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
     for name in view.stage_sums(stage):
         spec = view.specs[Ref(name)]
         nbytes = spec.nbytes(1)
-        yield _collective(
-            CollectiveOp.ALL_REDUCE, nbytes, (view.mesh.axes[0],), "setup", name
-        )
+        yield _collective(CollectiveOp.ALL_REDUCE, nbytes, (view.mesh.axes[0],), "setup", name)
 
 
 def _sync(view: ModelView, stage: StagePlan) -> Iterator[Collective]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from autopar.ir.graph import Ref
-from autopar.ir.placement import Layout
+from autopar.ir.placement import R_STAR, Layout, R
 
 _RESERVED = frozenset({"w", "ctx", "F", "torch", "comm", "kernels", "batch", "random", "inputs"})
 
 
 class ValueNames:
-    """Gives every (value, layout) a variable name."""
+    """Gives every (value, layout) a variable name.
 
-    def __init__(self, reserved: Iterable[str] = ()) -> None:
+    A value that carries no gradient has one replicated form: `R*` is looked up as `R`.
+    """
+
+    def __init__(self, reserved: Iterable[str], differentiable: Collection[Ref]) -> None:
         self._taken = set(_RESERVED) | set(reserved)
+        self._differentiable = differentiable
         self._names: dict[tuple[Ref, Layout], str] = {}
 
     def fresh(self, hint: str) -> str:
@@ -31,10 +35,12 @@ class ValueNames:
 
     def bind(self, ref: Ref, layout: Layout, name: str) -> None:
         """Note that a variable holds a value in a layout."""
-        self._names[ref, layout] = name
+        self._names[self._key(ref, layout)] = name
 
     def __getitem__(self, key: tuple[Ref, Layout]) -> str:
-        return self._names[key]
+        return self._names[self._key(*key)]
 
-    def __contains__(self, key: tuple[Ref, Layout]) -> bool:
-        return key in self._names
+    def _key(self, ref: Ref, layout: Layout) -> tuple[Ref, Layout]:
+        if ref in self._differentiable:
+            return ref, layout
+        return ref, tuple(R if p == R_STAR else p for p in layout)

@@ -51,7 +51,7 @@ class EfficiencyCurve:
 
 CURVES: dict[str, EfficiencyCurve] = {
     "cuda": EfficiencyCurve(half_dim=128.0, ramp_s=2e-6, memory=0.8),
-    "cpu": EfficiencyCurve(half_dim=8.0, ramp_s=1e-6, memory=1.0),
+    "cpu": EfficiencyCurve(half_dim=32.0, ramp_s=1e-6, memory=1.0),
 }
 """By `DeviceSpec.kind`; other kinds are taken like `cuda`. A CPU's bandwidth is measured, and so
 has its efficiency in it."""

@@ -13,6 +13,8 @@ import torch
 
 from autopar.costs.local_op import SLOT, LocalOp
 from autopar.costs.profiles import Profile
+from autopar.costs.strides import VIEW_OPS
+from autopar.costs.traffic import op_traffic
 from autopar.ir.cluster import DeviceSpec
 from autopar.ir.graph import Arg, Ref
 
@@ -60,15 +62,20 @@ def measure_ops(
 ) -> Profile:
     """Median times of each distinct op, forward and backward, on random tensors.
 
-    An op that fails (unknown here, or not runnable on random values) or needs more than
-    `limit_bytes` is left out, and the analytic model prices it.
+    Left out, and priced by the analytic model, is an op that fails (unknown here, or not runnable
+    on random values), needs more than `limit_bytes`, moves nothing (a view), or copies because of
+    strides, which a `LocalOp` does not have. What starting the autograd engine for one op takes is
+    not the op's, and is subtracted.
     """
     entries: dict[str, tuple[float, float]] = {}
+    engine_s = _engine_s(device)
     for op in {op.key: op for op in ops}.values():
-        if op.total_input_bytes + op.total_output_bytes > limit_bytes:
+        large = op.total_input_bytes + op.total_output_bytes > limit_bytes
+        if large or not _measurable(op, device):
             continue
         try:
-            entries[op.key] = _time_op(op, device, repeats)
+            forward_s, backward_s = _time_op(op, device, repeats)
+            entries[op.key] = forward_s, max(0.0, backward_s - engine_s)
         except Exception:  # whatever an op raises, it has no measured time
             continue
     return Profile(device=name, entries=entries)
@@ -151,6 +158,19 @@ def _time_backward(result: Any, inputs: Sequence[torch.Tensor], device: str) -> 
     return _timed(
         lambda: torch.autograd.grad(outputs, wanted, gradients, allow_unused=True), device
     )[1]
+
+
+def _measurable(op: LocalOp, device: str) -> bool:
+    """Whether the op moves something, and does so on row-major tensors too."""
+    traffic = op_traffic(op, torch.device(device).type)
+    moves = traffic.forward_kernels or traffic.backward_kernels
+    return bool(moves) and not (op.copies and op.name in (*VIEW_OPS, "contiguous"))
+
+
+def _engine_s(device: str) -> float:
+    """Time of a backward pass with nothing to do."""
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    return median(_time_backward(leaf.view(1), [leaf], device) for _ in range(20))
 
 
 def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:

@@ -59,7 +59,10 @@ KEEP: dict[str, Keep] = dict(
         *_rows("contiguous reshape flatten dropout pad constant_pad_nd repeat tile roll", NOTHING),
         *_rows("flip tril triu cumsum lerp sign floor ceil round trunc repeat_interleave", NOTHING),
         *_rows("upsample_nearest2d upsample_bilinear2d pixel_shuffle", NOTHING),
-        *_rows("new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like", NOTHING),
+        *_rows(
+            "new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like",
+            NOTHING,
+        ),
         *_rows("gelu silu pow square abs log log2 log10 log1p sin cos erf var nan_to_num", ITSELF),
         *_rows("clamp clamp_min clamp_max hardtanh hardswish hardsigmoid mish softplus", ITSELF),
         *_rows("leaky_relu elu selu celu relu6 log_sigmoid glu layer_norm group_norm", ITSELF),

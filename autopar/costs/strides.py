@@ -83,8 +83,8 @@ def is_contiguous(shape: _Shape, strides: Strides) -> bool:
 def view_strides(shape: _Shape, strides: Strides, output: _Shape) -> Strides | None:
     """Strides of `view(output)`, or None where the elements do not lie so (torch's computeStride).
 
-    Dims are merged into runs that step evenly through memory; every run must be a product of
-    consecutive output dims.
+    Both shapes have the same number of elements. Dims are merged into runs that step evenly through
+    memory; every run must be a product of consecutive output dims.
     """
     if 0 in shape or not shape:
         return contiguous_strides(output)
@@ -106,7 +106,7 @@ def view_strides(shape: _Shape, strides: Strides, output: _Shape) -> Strides | N
             dim -= 1
         if filled != length:
             return None
-    return tuple(result) if all(size == 1 for size in output[: dim + 1]) else None
+    return tuple(result)
 
 
 def _reshape(view: _View) -> Strides | None:

@@ -229,7 +229,8 @@ def _memory(plan: Plan) -> Problems:
             if figure < 0:
                 yield f"stage {stage.index}: {name}: expected no negative figure, found {figure}"
         if stage.memory_limit_bytes < 1:
-            yield f"stage {stage.index}: memory_limit_bytes: expected at least 1"
+            found = stage.memory_limit_bytes
+            yield f"stage {stage.index}: memory_limit_bytes: expected at least 1, found {found}"
         peak = peaks[stage.index]
         if peak > stage.memory_limit_bytes * (1 + _TOLERANCE):
             terms = sorted(stage.memory_bytes, key=lambda term: -term[1])
@@ -240,8 +241,8 @@ def _memory(plan: Plan) -> Problems:
     if plan.prediction.peak_stage not in peaks:
         yield f"prediction.peak_stage: there is no stage {plan.prediction.peak_stage}"
     elif not isclose(stated, max(peaks.values()), rel_tol=_TOLERANCE):
-        found = amount(max(peaks.values()))
-        yield f"prediction.peak_bytes: states {amount(stated)}, the stages add up to {found}"
+        fullest = amount(max(peaks.values()))
+        yield f"prediction.peak_bytes: states {amount(stated)}, the stages add up to {fullest}"
 
 
 def _peak_bytes(stage: StagePlan) -> float:

@@ -14,7 +14,7 @@ second list. A codec exists for each kind of type hint:
 | `tuple[T, ...]`                 | an array                                          |
 | a dataclass                     | an object, keys in the order of the fields        |
 
-A field whose default is empty (no items, no text, null, false) is left out where it is empty.
+A field whose default is empty (no items, no text, null) or a flag is left out where it has it.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _Record:
         result = {}
         for field, codec in _members(self.kind):
             member = getattr(value, field.name)
-            if not (_is_empty(field.default) and member == field.default):
+            if not (_left_out(field.default) and member == field.default):
                 result[field.name] = codec.encode(member, _join(path, field.name))
         return result
 
@@ -296,8 +296,8 @@ def _members(kind: Any) -> tuple[tuple[Field[Any], Codec], ...]:
     return tuple((field, codec_of(hints[field.name])) for field in fields(kind))
 
 
-def _is_empty(default: Any) -> bool:
-    return default is None or default is False or default in ((), "")
+def _left_out(default: Any) -> bool:
+    return default is None or isinstance(default, bool) or default in ((), "")
 
 
 def _join(path: str, name: str) -> str:

@@ -8,7 +8,15 @@ from difflib import get_close_matches
 from autopar.errors import InputError
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout
-from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan, Variant
+from autopar.plan.plan import (
+    BlockPlan,
+    NodeChoice,
+    ParameterPlan,
+    Plan,
+    StagePlan,
+    Terms,
+    Variant,
+)
 from autopar.plan.table import (
     certificate_text,
     grid_text,
@@ -46,8 +54,7 @@ def _explain_plan(plan: Plan) -> str:
 
 def _step_lines(plan: Plan) -> Iterator[str]:
     prediction = plan.prediction
-    terms = sorted(prediction.time_s, key=lambda term: -term[1])
-    for name, figure in terms:
+    for name, figure in _largest_first(prediction.time_s):
         share = percent(figure / prediction.step_s) if prediction.step_s else ""
         yield f"{name.replace('_', ' ')}: {duration(figure)}, {share} of the step"
     slowest = max(plan.stages, key=_work_s)
@@ -66,6 +73,11 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     )
 
 
+def _largest_first(terms: Terms) -> Terms:
+    """Terms that are not zero."""
+    return tuple(sorted((term for term in terms if term[1]), key=lambda term: -term[1]))
+
+
 def _work_s(stage: StagePlan) -> float:
     times = dict(stage.time_s)
     return times.get("forward", 0.0) + times.get("backward", 0.0)
@@ -78,7 +90,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         f"fullest: stage {fullest.index}, {amount(peak)} of {amount(limit)}, "
         f"{amount(limit - peak)} ({percent(1 - peak / limit)}) free"
     )
-    for name, figure in sorted(fullest.memory_bytes, key=lambda term: -term[1]):
+    for name, figure in _largest_first(fullest.memory_bytes):
         share = percent(figure / peak) if peak else ""
         yield f"{name.replace('_', ' ')}: {amount(figure)}, {share} of it"
     yield f"activations of {plural(fullest.in_flight, 'micro-batch')} in flight"

@@ -159,3 +159,32 @@ def block_edges(
     given = {ref: shared[ref] for ref in (*block.inputs, *block.shared)}
     required = {ref: shared[ref] for ref in block.outputs if ref in crossing}
     return given, required
+
+
+def setup_closure(
+    nodes: Mapping[str, OpNode],
+    setup: Sequence[str],
+    wanted: Iterable[Ref],
+    *,
+    stop: Iterable[str] = (),
+) -> tuple[str, ...]:
+    """The set-up nodes needed for `wanted`, in order; nodes in `stop` are taken as given."""
+    known, stopped = set(setup), set(stop)
+    needed: set[str] = set()
+    stack = [ref.name for ref in wanted]
+    while stack:
+        name = stack.pop()
+        if name in known and name not in needed and name not in stopped:
+            needed.add(name)
+            stack.extend(ref.name for ref in nodes[name].inputs())
+    return tuple(name for name in setup if name in needed)
+
+
+def setup_sources(
+    nodes: Mapping[str, OpNode], setup: Sequence[str], wanted: Sequence[Ref]
+) -> tuple[str, ...]:
+    """Names of the sources that `wanted` set-up values are computed from, or are themselves."""
+    closure = setup_closure(nodes, setup, wanted)
+    read = dict.fromkeys(ref.name for ref in wanted)
+    read |= dict.fromkeys(ref.name for name in closure for ref in nodes[name].inputs())
+    return tuple(name for name in read if name not in nodes)

@@ -103,6 +103,7 @@ class ParameterPlan:
     layout: Layout
     trainable: bool
     buffer: bool = False
+    persistent: bool = True
     tied: tuple[str, ...] = ()
     shard_sizes: tuple[int, ...] = ()
 

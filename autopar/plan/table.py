@@ -133,9 +133,9 @@ def certificate_text(certificate: Certificate) -> str:
 
 
 def runners_up_text(plan: Plan) -> str:
-    """The grids that came next, each with its difference to the plan or why it is out."""
-    header = ("pipeline", "data", "tensor", "micro-batch", "schedule", "step", "difference", "")
-    rows = [_candidate(candidate, plan) for candidate in plan.certificate.runners_up]
+    """The grids that came next, each with what the search says of it."""
+    header = ("pipeline", "data", "tensor", "micro-batch", "schedule", "objective", "")
+    rows = [_candidate(candidate) for candidate in plan.certificate.runners_up]
     return columns(header, rows, left=0) if rows else ""
 
 
@@ -152,14 +152,10 @@ def _price(cost_s: float) -> str:
     return f"costs {duration(cost_s)} a step" if cost_s else "costs nothing"
 
 
-def _candidate(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
-    step, difference = "", ""
-    if candidate.step_s is not None:
-        step = duration(candidate.step_s)
-        best = plan.prediction.step_s
-        difference = f"{(candidate.step_s - best) / best:+.1%}" if best else ""
+def _candidate(candidate: Candidate) -> tuple[str, ...]:
+    step = "" if candidate.step_s is None else duration(candidate.step_s)
     degrees = (candidate.pipeline, candidate.data, candidate.tensor, candidate.micro_batch)
-    return (*map(str, degrees), candidate.schedule, step, difference, candidate.verdict)
+    return (*map(str, degrees), candidate.schedule, step, candidate.verdict)
 
 
 def _header(plan: Plan) -> str:
@@ -243,22 +239,28 @@ def _recompute(stage: StagePlan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    scale, unit = size_unit(stage.memory_limit_bytes for stage in plan.stages)
-    terms = [
-        (*stage.memory_bytes, ("total", peak_bytes(stage)), ("limit", stage.memory_limit_bytes))
-        for stage in plan.stages
-    ]
-    names = [*_term_names([stage.memory_bytes for stage in plan.stages]), "total", "limit"]
+    terms = [(*stage.memory_bytes, ("total", peak_bytes(stage))) for stage in plan.stages]
+    scale, unit = size_unit(peak_bytes(stage) for stage in plan.stages)
+    names = _term_names(terms)
     rows = [
-        (str(stage.index), *figures, percent(peak_bytes(stage) / stage.memory_limit_bytes))
+        (
+            str(stage.index),
+            *figures,
+            amount(stage.memory_limit_bytes),
+            percent(peak_bytes(stage) / stage.memory_limit_bytes),
+        )
         for stage, figures in zip(plan.stages, _figures(terms, names, scale), strict=True)
     ]
-    return section(f"Memory per rank ({unit})", columns(("stage", *_labels(names), "used"), rows))
+    header = ("stage", *_labels(names), "limit", "used")
+    return section(f"Memory per rank ({unit})", columns(header, rows))
 
 
-def _term_names(terms: list[Terms]) -> list[str]:
-    """Names of all terms, in order of first appearance."""
-    return list(dict.fromkeys(name for item in terms for name, _ in item))
+def _term_names(terms: Sequence[Terms]) -> list[str]:
+    """Names of the terms that are not zero everywhere, in order of first appearance."""
+    used = {name for row in terms for name, figure in row if figure}
+    return [
+        name for name in dict.fromkeys(name for row in terms for name, _ in row) if name in used
+    ]
 
 
 def _labels(names: list[str]) -> tuple[str, ...]:
@@ -275,7 +277,7 @@ def _figures(terms: Sequence[Terms], names: list[str], scale: float) -> list[tup
 
 
 def _parameters(plan: Plan) -> str:
-    axes = [axis.name for axis in plan.axes]
+    split = [i for i, axis in enumerate(plan.axes) if axis.size > 1]
     rows = [
         (
             row.variant or "-",
@@ -283,11 +285,12 @@ def _parameters(plan: Plan) -> str:
             f"x{row.count}",
             str(list(row.parameter.shape)),
             row.parameter.dtype,
-            *map(str, row.parameter.layout),
+            *(str(row.parameter.layout[i]) for i in split),
             _remarks(row.parameter.tied, row.parameter.shard_sizes, row.parameter.trainable),
         )
         for row in variant_parameters(plan)
     ]
+    axes = [plan.axes[i].name for i in split]
     header = ("variant", "parameter", "count", "shape", "dtype", *axes, "")
     return columns(header, rows, left=len(header)) if rows else ""
 
@@ -336,11 +339,9 @@ def _prediction(plan: Plan) -> str:
     rows.append(("step", duration(prediction.step_s), ""))
     lines = [columns(("critical path", "time", "share"), rows)]
     lines.append(f"peak memory {amount(prediction.peak_bytes)} on stage {prediction.peak_stage}")
-    if prediction.priced_ops or prediction.measured_ops:
-        total = prediction.priced_ops + prediction.measured_ops
-        lines.append(
-            f"op times: {prediction.measured_ops} of {total} from measurement, the others priced"
-        )
+    if prediction.priced_ops:
+        measured = f"{prediction.measured_ops} of {prediction.priced_ops}"
+        lines.append(f"op times: {measured} from measurement, the others from a cost model")
     return "\n".join(lines)
 
 

@@ -28,7 +28,8 @@ _ATTENTION = frozenset({"scaled_dot_product_attention"})
 class VariantParameter:
     """A parameter of all blocks that a variant runs, by its name inside the block's module.
 
-    `variant` is empty for a parameter that lies in no block's module; `count` is of parameters.
+    `count` is of parameters; the only one of its kind has its full name. `variant` is empty for a
+    parameter that lies in no block's module.
     """
 
     variant: str
@@ -57,7 +58,12 @@ def variant_parameters(plan: Plan) -> tuple[VariantParameter, ...]:
                 rows[key] += 1
                 first.setdefault(key, parameter)
     return tuple(
-        VariantParameter(variant=key[0], name=key[1], parameter=first[key], count=count)
+        VariantParameter(
+            variant=key[0],
+            name=key[1] if count > 1 else first[key].fqn,
+            parameter=first[key],
+            count=count,
+        )
         for key, count in rows.items()
     )
 

@@ -7,14 +7,18 @@ choose, so this axis is settled once for the whole graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import R_STAR, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy, BatchAxis
+from autopar.rules.attention import ATTENTION_DROPOUT
+from autopar.rules.creation import UNREAD
 from autopar.rules.embedding import index_layout
-from autopar.rules.index_expr import Op
-from autopar.rules.registry import axis_strategies
+from autopar.rules.index_expr import Hints, Op
+from autopar.rules.random import DROPOUT
+from autopar.rules.registry import axis_strategies, index_expr
 
 _PROBE = 2
 """Ranks and samples of the probe: every batch dim divides. Letters tell dims apart, so no other dim
@@ -48,7 +52,7 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
         setup_sums += fresh
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     return BatchAxis(
-        strategies=walk.strategies,
+        strategies={name: _plain(strategy) for name, strategy in walk.strategies.items()},
         setup_sums=tuple(sorted(setup_sums, key=order.__getitem__)),
         coupled=tuple(walk.coupled),
     )
@@ -78,6 +82,11 @@ class _Walk:
             if all(ref.name in self.setup for ref in node.inputs()):
                 self.setup.add(node.name)
             self._settle(node)
+        for ref in self.graph.outputs:
+            placement = self.values[ref]
+            if isinstance(placement, Shard) and placement.pieces:
+                reason = "the model returns a dim in which samples lie inside another factor"
+                self.coupled.append((ref.name, reason))
         loss = self.graph.loss
         if loss is not None and self.values[loss] != P and loss.name not in dict(self.coupled):
             self.coupled.append((loss.name, "the loss is not a sum or mean over the samples"))
@@ -94,11 +103,23 @@ class _Walk:
         if any(ref in self.rows for ref in node.inputs()):
             self._follow_rows(node)
             return
+        if node.op in UNREAD:
+            self._fill(node)
+            return
         self._choose(node)
+
+    def _fill(self, node: OpNode) -> None:
+        """A tensor of one number, made where its samples are."""
+        dims = map(_batch_dim, node.outputs)
+        outputs = tuple(R if dim is None else Shard(dim) for dim in dims)
+        inputs = tuple(self.values[ref] for ref in node.inputs())
+        self._take(node, AxisStrategy(inputs=inputs, outputs=outputs))
 
     def _choose(self, node: OpNode) -> None:
         """The strategy that fits the values at hand with the fewest moves."""
-        candidates = axis_strategies(node, self.specs, size=_PROBE, batch=_PROBE)
+        candidates = axis_strategies(
+            node, self.specs, size=_PROBE, batch=_PROBE, hints=self._interleaved(node)
+        )
         priced = [
             (cost, position)
             for position, strategy in enumerate(candidates)
@@ -113,6 +134,27 @@ class _Walk:
             if self.values[ref] == P and wanted != P and ref.name not in self.wanted_sums:
                 self.wanted_sums.append(ref.name)
         self._take(node, strategy)
+
+    def _interleaved(self, node: OpNode) -> Hints:
+        """Pieces of dims in which samples lie inside another factor, as in `(seq batch)`.
+
+        A rank then holds its samples of every position: a share of each stretch of a batch.
+        """
+        hints = {
+            (ref, placement.dim): placement.pieces
+            for ref in node.inputs()
+            if isinstance(placement := self.values[ref], Shard) and placement.pieces
+        }
+        expr = index_expr(node, self.specs)
+        for index, dims in enumerate(expr.outputs if expr else ()):
+            for dim, factors in enumerate(dims):
+                sizes = [expr.sizes[f] for f in factors] if expr else []
+                at = next((i for i, size in enumerate(sizes) if size.is_batch), 0)
+                if at:
+                    outer = prod(size.const for size in sizes[:at])
+                    stretch = prod(size.at(_PROBE) for size in sizes[at:])
+                    hints[Ref(node.name, index), dim] = (stretch,) * outer
+        return hints
 
     def _moves(self, node: OpNode, strategy: AxisStrategy) -> int | None:
         """Cost of bringing the inputs where the strategy wants them; None where that would move
@@ -212,11 +254,25 @@ def _keeps_samples_apart(node: OpNode, strategy: AxisStrategy) -> bool:
     """Whether outputs that grow with the batch are split there, and no other output is split."""
     for spec, placement in zip(node.outputs, strategy.outputs, strict=True):
         dims = [i for i, size in enumerate(spec.shape) if size.is_batch]
-        if dims and (len(dims) > 1 or placement != Shard(dims[0])):
+        at = placement.dim if isinstance(placement, Shard) else None
+        if len(dims) > 1 or at != (dims[0] if dims else None):
             return False
-        if not dims and isinstance(placement, Shard):
-            return False
-    return True
+    # masks are drawn by position in the whole, which interleaved samples do not keep in a row
+    interleaved = any(isinstance(p, Shard) and p.pieces for p in strategy.inputs)
+    return not (interleaved and strategy.kernel in (DROPOUT.name, ATTENTION_DROPOUT.name))
+
+
+def _plain(strategy: AxisStrategy) -> AxisStrategy:
+    """The strategy as an op on local samples, which is the same however they lie in a dim."""
+
+    def plain(placement: Placement) -> Placement:
+        return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+    return replace(
+        strategy,
+        inputs=tuple(map(plain, strategy.inputs)),
+        outputs=tuple(map(plain, strategy.outputs)),
+    )
 
 
 def _is_row_numbers(node: OpNode) -> bool:

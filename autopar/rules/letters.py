@@ -72,12 +72,18 @@ def match_factors(
     )
 
 
+def _base(size: Size) -> Size:
+    """A size without its constant factor: `batch+1` of `8*batch+8`."""
+    common = gcd(size.const, size.per_sample)
+    return Size(size.const // common, size.per_sample // common)
+
+
 class _Matcher:
     """State of one walk: per side the dims done so far and what is left of the current one."""
 
     def __init__(self, source: Shape, target: Shape) -> None:
         shapes = (source, target)
-        mixed = sorted({s for shape in shapes for s in shape if s.const and s.is_batch})
+        mixed = sorted({_base(s) for shape in shapes for s in shape if s.const and s.is_batch})
         self.mixed = dict(zip(mixed, _MIXED_PRIMES, strict=False))
         self.extents = tuple([self._generic(size) for size in shape] for shape in shapes)
         self.dims: tuple[list[list[str]], ...] = tuple([[] for _ in shape] for shape in shapes)
@@ -97,7 +103,9 @@ class _Matcher:
                 self._block_to_next_edge()
 
     def _generic(self, size: Size) -> int:
-        return self.mixed.get(size) or size.at(GENERIC_BATCH)
+        if size.const and size.is_batch:
+            return gcd(size.const, size.per_sample) * self.mixed[_base(size)]
+        return size.at(GENERIC_BATCH)
 
     def _size(self, extent: int) -> Size:
         for size, prime in self.mixed.items():

@@ -1,4 +1,4 @@
-"""Losses: sums or means over elements, and the cross entropy over a split vocabulary."""
+"""Losses: sums over elements, and the cross entropy over a split vocabulary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES
 from autopar.ir.strategy import InnerCollective
-from autopar.rules.index_expr import LOCAL, IndexExpr, Kernel, Op
+from autopar.rules.index_expr import IndexExpr, Kernel, Op
 from autopar.rules.letters import align, name_dims, sizes_of
-from autopar.rules.reduction import PARTIAL_MEAN
 from autopar.rules.registry import register
 
 _NONE, _MEAN = 0, 1  # at::Reduction; 2 is sum
@@ -55,20 +54,20 @@ def _normalised(op: Op) -> None:
     """The mean over valid labels of a share is no share of the mean: left whole."""
 
 
-def _elementwise_loss(position: int) -> Callable[[Op], IndexExpr]:
+def _elementwise_loss(position: int) -> Callable[[Op], IndexExpr | None]:
     """Rule of a loss with its `reduction` argument at `position`."""
 
-    def rule(op: Op) -> IndexExpr:
+    def rule(op: Op) -> IndexExpr | None:
         reduction = op.integer(position, "reduction", _MEAN)
+        if reduction == _MEAN:
+            return None  # capture makes it elementwise, followed by a mean, which has a rule
         shape = op.inputs[0].shape
         dims = name_dims(shape)
         sizes = sizes_of((dims, shape))
-        kernel = PARTIAL_MEAN if reduction == _MEAN else LOCAL
         return IndexExpr(
             inputs=tuple(align(spec.shape, dims, sizes) for spec in op.inputs),
             outputs=(dims if reduction == _NONE else (),),
             sizes=sizes,
-            kernels=dict.fromkeys(sizes, kernel),
         )
 
     return rule

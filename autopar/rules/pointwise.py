@@ -193,6 +193,25 @@ def _slice(op: Op) -> IndexExpr:
     return walk(op, () if is_whole else (dim,), linear=_first(op))
 
 
+@register("aten.slice_scatter")
+def _slice_scatter(op: Op) -> IndexExpr:
+    dim = op.dim(2, "dim")
+    is_whole = op.inputs[0].shape[dim] == op.inputs[1].shape[dim]
+    return walk(op, () if is_whole else (dim,), linear=(frozenset((0, 1)),))
+
+
+@register("aten.select_scatter")
+def _select_scatter(op: Op) -> IndexExpr:
+    shape, dim = op.inputs[0].shape, op.dim(2, "dim")
+    dims = name_dims(shape, skip=(dim,))
+    return IndexExpr(
+        inputs=(dims, dims[:dim] + dims[dim + 1 :]),
+        outputs=(dims,),
+        sizes=sizes_of((dims, shape)),
+        linear=(frozenset((0, 1)),),
+    )
+
+
 @register("aten.one_hot")
 def _one_hot(op: Op) -> IndexExpr:
     dims = name_dims(op.inputs[0].shape)

@@ -29,6 +29,6 @@ class StepContext:
     seed: int = 0
     step: int = 0
     training: bool = True
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     recorder: Recorder = field(default_factory=Recorder)
     deferred: list[Callable[[], None]] | None = None

@@ -21,7 +21,7 @@ Forward = Callable[[Named, StepContext, Tensors, Named, Named], Tensors]
 """`forward(w, ctx, received, inputs, setup)`: local weights by name, boundary tensors of the stage
 before, this rank's slice of the batch, the summed setup values. Returns the boundary tensors of the
 next stage, then outputs of the model that this stage makes; the last stage returns
-`(loss_contribution, *outputs)`. A value that a later stage needs is passed on as it was received."""
+`(loss_contribution, *outputs)`. A value that a later stage needs is passed on as received."""
 
 Setup = Callable[[Named, StepContext, Named], Mapping[str, Tensor]]
 """`setup(w, ctx, inputs)`: one micro-batch's summands of the values that are summed beforehand."""

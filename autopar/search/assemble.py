@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.blocks import Block
-from autopar.ir.placement import Layout, Shard, chunk_sizes
+from autopar.ir.graph import SourceKind
+from autopar.ir.placement import Layout, R, Shard, chunk_sizes
+from autopar.plan.flow import setup_sources
 from autopar.plan.plan import (
     BlockPlan,
     MeshAxis,
@@ -57,7 +59,10 @@ def stage_terms(
         ("transient", float(transients[peak])),
         ("recompute", float(options[peak].transient_bytes - transients[peak])),
         ("communication", float(2 * widest if grid.pipeline > 1 else 0)),
-        ("reserve", float(reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0])))),
+        (
+            "reserve",
+            float(reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))),
+        ),
     )
 
 
@@ -84,7 +89,9 @@ def variants(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], list[
     return tuple(found.values()), chosen
 
 
-def stage_plans(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], tuple[StagePlan, ...]]:
+def stage_plans(
+    pricer: Pricer, staged: Staged
+) -> tuple[tuple[Variant, ...], tuple[StagePlan, ...]]:
     """All stages of the plan. Their collectives are listed later, from the same decisions."""
     found, chosen = variants(pricer, staged)
     grid, chain = staged.grid, pricer.setting.chain
@@ -157,9 +164,25 @@ def _parameters(
                     dtype=source.spec.dtype,
                     layout=layout,
                     trainable=source.trainable,
-                    buffer=source.kind == "buffer",
+                    buffer=source.kind is not SourceKind.PARAMETER,
                     tied=source.tied,
                     shard_sizes=_uneven(shape, layout, grid),
+                ),
+            )
+    shared = list(dict.fromkeys(ref for block in blocks for ref in block.shared))
+    for name in setup_sources(setting.nodes, setting.chain.setup, shared):
+        source = setting.sources[name]
+        if source.kind is not SourceKind.INPUT:
+            found.setdefault(
+                source.fqn,
+                ParameterPlan(
+                    fqn=source.fqn,
+                    shape=tuple(size.const for size in source.spec.shape),
+                    dtype=source.spec.dtype,
+                    layout=(R,) * len(AXES),
+                    trainable=False,
+                    buffer=True,
+                    tied=source.tied,
                 ),
             )
     return tuple(found.values())
@@ -174,4 +197,6 @@ def _uneven(shape: tuple[int, ...], layout: Layout, grid: Grid) -> tuple[int, ..
 
 def mesh_axes(grid: Grid) -> tuple[MeshAxis, ...]:
     """The named axes of every stage's mesh."""
-    return tuple(MeshAxis(name=name, size=size) for name, size in zip(AXES, grid.sizes, strict=True))
+    return tuple(
+        MeshAxis(name=name, size=size) for name, size in zip(AXES, grid.sizes, strict=True)
+    )

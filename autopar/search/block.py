@@ -18,6 +18,24 @@ Strategies = Callable[[OpNode, int], tuple[AxisStrategy, ...]]
 """(node, mesh axis index) to the strategies offered on that axis."""
 
 
+HEAVY_OPS = frozenset(
+    {
+        "aten.linear",
+        "aten.addmm",
+        "aten.matmul",
+        "aten.mm",
+        "aten.bmm",
+        "aten.scaled_dot_product_attention",
+    }
+)
+"""Ops whose work a tensor degree is asked for."""
+
+
+def is_split(strategy: AxisStrategy) -> bool:
+    """Whether a strategy splits any tensor, so that the ranks share the op's work."""
+    return any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """One way to run a node: layouts of its inputs and outputs, and the strategy per axis."""

@@ -16,21 +16,9 @@ from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow, block_flow
 from autopar.rules import axis_strategies, piece_hints
-from autopar.search.block import BlockSpace, block_space
+from autopar.search.block import HEAVY_OPS, BlockSpace, block_space, is_split
 from autopar.search.prices import Prices
 from autopar.search.sharding import Sharding, solve_sharding
-
-HEAVY_OPS = frozenset(
-    {
-        "aten.linear",
-        "aten.addmm",
-        "aten.matmul",
-        "aten.mm",
-        "aten.bmm",
-        "aten.scaled_dot_product_attention",
-    }
-)
-
 
 def solve_communication(
     graph: OpGraph,
@@ -61,7 +49,7 @@ def solve_communication(
             return axis_strategies(node, specs, size=2, batch=batch)[:1]
         found = axis_strategies(node, specs, size=size, batch=batch, hints=hints)
         heavy = node.op in HEAVY_OPS
-        found = tuple(s for s in found if not heavy or _is_split(s))
+        found = tuple(s for s in found if not heavy or is_split(s))
         if axis in data_axes:
             found = tuple(s for s in found if _splits_batch(node, s, specs)) or found[:1]
         return found
@@ -95,17 +83,12 @@ def solve_communication(
     return space, solve_sharding(space, prices)
 
 
-def _is_split(strategy: AxisStrategy) -> bool:
-    return any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
-
-
-def _splits_batch(
-    node: OpNode, strategy: AxisStrategy, specs: Mapping[Ref, object]
-) -> bool:
+def _splits_batch(node: OpNode, strategy: AxisStrategy, specs: Mapping[Ref, object]) -> bool:
     """Whether a strategy splits every dim that grows with the batch and no other."""
     values = zip((*node.inputs(),), strategy.inputs, strict=True)
-    outputs = zip((Ref(node.name, i) for i in range(len(node.outputs))), strategy.outputs,
-                  strict=True)
+    outputs = zip(
+        (Ref(node.name, i) for i in range(len(node.outputs))), strategy.outputs, strict=True
+    )
     for ref, placement in (*values, *outputs):
         grown = [d for d, size in enumerate(specs[ref].shape) if size.is_batch]  # type: ignore[attr-defined]
         split = isinstance(placement, Shard)
@@ -121,5 +104,3 @@ def sharding_flow(space: BlockSpace, sharding: Sharding) -> BlockFlow:
     given |= {Ref(source.name): by_name[source.fqn] for source, _ in space.parameters}
     choices = {choice.node: choice for choice in sharding.choices}
     return block_flow(space.nodes, choices, given, space.required, space.differentiable)
-
-

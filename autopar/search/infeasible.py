@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.costs.memory import GIB
-from autopar.ir.graph import Ref
-from autopar.ir.placement import Shard
 from autopar.search.assemble import stage_terms
+from autopar.search.block import HEAVY_OPS
 from autopar.search.grids import widest_tensor
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 
-_WEIGHTED = ("aten.linear", "aten.addmm", "aten.matmul", "aten.mm", "aten.bmm")
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
@@ -49,7 +47,9 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
     lines.append(
         f"  stage {worst} needs {gib(needs)} of {gib(has)}, {gib(needs - has)} too much: {shown}"
     )
-    states = sum(value for name, value in terms if name in ("weights", "gradients", "master", "optimizer"))
+    states = sum(
+        value for name, value in terms if name in ("weights", "gradients", "master", "optimizer")
+    )
     more = -(-int(needs * cluster.num_devices) // int(has))
     lines.append(
         f"  what would help: about {more} such devices or more, devices of {gib(needs)}, "
@@ -77,7 +77,9 @@ def _least_terms(pricer: Pricer, staged: Staged, stage: int) -> list[tuple[str, 
         options.append(
             min(
                 offered,
-                key=lambda o: o.cost.state.terms.total_bytes + held * o.saved_bytes + o.transient_bytes,
+                key=lambda o: (
+                    o.cost.state.terms.total_bytes + held * o.saved_bytes + o.transient_bytes
+                ),
             )
         )
     blocks = [pricer.setting.chain.blocks[b] for b in problem.stages(cuts)[stage]]
@@ -95,17 +97,11 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
         block = setting.chain.representative(block_class.index)
         weights = {ref.name for ref in block.parameters}
         for node in setting.block_nodes(block):
-            weighted = node.op in _WEIGHTED and any(r.name in weights for r in node.inputs())
+            weighted = node.op in HEAVY_OPS and any(r.name in weights for r in node.inputs())
             if not weighted and node.op != _ATTENTION:
                 continue
             offered = pricer.strategies(node, 1, degree)
-            split = [
-                s
-                for s in offered
-                if any(isinstance(p, Shard) and not _is_batch(setting, node.inputs()[i], p)
-                       for i, p in enumerate(s.inputs))
-            ]
-            if split:
+            if any(pricer.splits_work(node, strategy) for strategy in offered):
                 continue
             shapes = ", ".join(str(setting.specs[ref]) for ref in node.inputs()[:3])
             heads = setting.specs[node.inputs()[0]].shape[1] if node.op == _ATTENTION else None
@@ -117,7 +113,8 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             fits = [
                 str(d)
                 for d in range(2, widest_tensor(setting) + 1)
-                if heads is not None and heads.const % d == 0
+                if heads is not None
+                and heads.const % d == 0
                 and setting.cluster.num_devices % d == 0
             ]
             remedy = f"; degrees that fit the heads and the cluster: {', '.join(fits) or 'none'}"
@@ -127,6 +124,3 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             )
     return None
 
-
-def _is_batch(setting: Setting, ref: Ref, placement: Shard) -> bool:
-    return setting.specs[ref].shape[placement.dim].is_batch

@@ -164,8 +164,7 @@ def _pin_prices(
     free = Planner(setting=replace(setting, pins=Pins()), progress=progress).search()
     cost = found.best.solution.objective - free.best.solution.objective
     return tuple(
-        PinPrice(key=key, value=value, cost_s=max(0.0, cost))
-        for key, value in setting.pins.items()
+        PinPrice(key=key, value=value, cost_s=max(0.0, cost)) for key, value in setting.pins.items()
     )
 
 

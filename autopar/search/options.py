@@ -120,9 +120,7 @@ def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
     block = setting.chain.representative(class_index)
     in_flight = min(grid.pipeline, grid.micro_batches)
     kept = {
-        value.ref: float(in_flight)
-        for value in pricer.saved(block).values
-        if value.kind == "made"
+        value.ref: float(in_flight) for value in pricer.saved(block).values if value.kind == "made"
     }
     for ref in block.parameters:
         kept[ref] = pricer.state_factor(setting.sources[ref.name])

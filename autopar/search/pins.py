@@ -101,9 +101,12 @@ def check_names(pins: Pins, parameters: Iterable[str], modules: Iterable[str]) -
     known, paths = list(parameters), list(modules)
     for name, _ in pins.weights:
         if name not in known:
-            raise InputError(f"pin weight:{name}: the model has no such parameter; "
-                             f"{_nearest(name, known)}")
+            raise InputError(
+                f"pin weight:{name}: the model has no such parameter; {_nearest(name, known)}"
+            )
     for path in pins.boundaries:
         if not any(p == path or p.startswith(f"{path}.") for p in paths):
-            raise InputError(f"pin boundary={path}: no block of the model starts at that module; "
-                             f"{_nearest(path, paths)}")
+            raise InputError(
+                f"pin boundary={path}: no block of the model starts at that module; "
+                f"{_nearest(path, paths)}"
+            )

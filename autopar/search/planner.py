@@ -210,5 +210,3 @@ class Planner:
             for ref, classes in readers.items()
             if len(classes) > 1 and sources[ref.name].trainable
         }
-
-

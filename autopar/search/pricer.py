@@ -16,12 +16,12 @@ from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
-from autopar.ir.placement import Layout, Placement, R
+from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import DATA, STRATEGY_BATCH, TENSOR, BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.rules import axis_strategies
-from autopar.search.block import BlockSpace, Option, block_space
+from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.prices import Prices
 from autopar.search.setting import AXES, Setting
 
@@ -99,9 +99,27 @@ class Pricer:
         key = (node.name, size)
         if key not in self._strategies:
             specs = self.setting.specs
-            found = axis_strategies(node, specs, size=size, batch=STRATEGY_BATCH, hints=self.setting.hints)
+            found = axis_strategies(
+                node, specs, size=size, batch=STRATEGY_BATCH, hints=self.setting.hints
+            )
             self._strategies[key] = found[:1] if size == 1 else found
         return self._strategies[key]
+
+    def _honour_pin(
+        self, node: OpNode, size: int, found: tuple[AxisStrategy, ...]
+    ) -> tuple[AxisStrategy, ...]:
+        """A pinned tensor degree splits every heavy op that can be split off the batch dim."""
+        if self.setting.pins.tensor != size or node.op not in HEAVY_OPS:
+            return found
+        return tuple(s for s in found if self.splits_work(node, s)) or found
+
+    def splits_work(self, node: OpNode, strategy: AxisStrategy) -> bool:
+        """Whether a strategy of the tensor axis shares out the op, other than by samples."""
+        placed = zip(node.inputs(), strategy.inputs, strict=True)
+        return any(
+            isinstance(p, Shard) and not self.setting.specs[ref].shape[p.dim].is_batch
+            for ref, p in placed
+        )
 
     def space(
         self, block: Block, sizes: Sequence[int], fixed: Mapping[str, Layout] | None = None
@@ -260,9 +278,7 @@ class Pricer:
             strategies.append(
                 next(s for s in offered if s.inputs == inputs and s.outputs == outputs)
             )
-        return Option(
-            inputs=choice.inputs, outputs=choice.outputs, strategies=tuple(strategies)
-        )
+        return Option(inputs=choice.inputs, outputs=choice.outputs, strategies=tuple(strategies))
 
     def _activations(self, block: Block, flow: BlockFlow, prices: Prices) -> tuple[int, int, int]:
         saved = self.saved(block)
@@ -272,10 +288,7 @@ class Pricer:
             return prod(prices.local_shape(ref, flow.produced.get(ref, whole)))
 
         kept = saved.nbytes(numel, self.setting.specs)
-        inputs = sum(
-            prices.local_bytes(ref, flow.produced[ref])
-            for ref in block.inputs
-        )
+        inputs = sum(prices.local_bytes(ref, flow.produced[ref]) for ref in block.inputs)
         transient = transient_bytes(
             self.setting.block_nodes(block),
             lambda ref: prices.local_bytes(ref, flow.produced.get(ref, whole)),
@@ -284,6 +297,7 @@ class Pricer:
             differentiable=self.setting.differentiable,
             outputs=block.outputs,
             parameters=block.parameters,
+            specs=self.setting.specs,
         )
         return kept, inputs, transient.peak_bytes
 

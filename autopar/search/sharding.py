@@ -75,7 +75,9 @@ class _Builder:
             ref = Ref(source.name)
             shares = self.prices.micro_batches
             paid = source.trainable and shares
-            index = self.add([self.prices.sync_s(ref, x) / shares if paid else 0.0 for x in layouts])
+            index = self.add(
+                [self.prices.sync_s(ref, x) / shares if paid else 0.0 for x in layouts]
+            )
             self.option_layouts[ref] = (index, list(layouts))
             self._charge_memory(ref)
 
@@ -144,9 +146,7 @@ class _Builder:
         forms = form_sets(wanted)
         index = self.add([0.0] * len(forms))
         if ref in self.space.given:
-            self.node_costs[index] += [
-                self._moves_s(ref, self.space.given[ref], f) for f in forms
-            ]
+            self.node_costs[index] += [self._moves_s(ref, self.space.given[ref], f) for f in forms]
         else:
             producer, layouts = self.option_layouts[ref]
             cost = self._matrix(ref, layouts, forms)

@@ -110,9 +110,7 @@ def fixed_cuts(pricer: Pricer, pipeline: int) -> tuple[int, ...] | None:
     cuts = []
     for path in pinned:
         starts = [
-            b.index
-            for b in blocks
-            if b.module_path == path or b.module_path.startswith(f"{path}.")
+            b.index for b in blocks if b.module_path == path or b.module_path.startswith(f"{path}.")
         ]
         cuts.append(starts[0])
     if len(set(cuts)) != pipeline - 1 or 0 in cuts:

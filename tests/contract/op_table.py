@@ -120,6 +120,9 @@ POINTWISE = [
 ]
 
 WALKS = [
+    op("slice_scatter.default", x(5, 12), x(5, 4), 1, 2, 6),
+    op("slice_scatter.default", x(5, 12), x(5, 12), 0, 0, 2**63 - 1),
+    op("select_scatter.default", x(5, 7, 12), x(5, 12), 1, 2),
     op("softmax.int", x(5, 7, 12), -1),
     op("log_softmax.int", x(5, 12), 0),
     op("_softmax.default", x(5, 12), 1, False),
@@ -364,19 +367,19 @@ LOSSES = [
     op("mse_loss.default", x(5, 7), x(5, 7), 1),
     op("mse_loss.default", x(5, 7), x(5, 7), 2),
     op("mse_loss.default", x(5, 7), x(5, 7), 0),
-    op("l1_loss.default", x(5, 7), x(5, 7), 1),
-    op("smooth_l1_loss.default", x(5, 7), x(5, 7), 1),
-    op("huber_loss.default", x(5, 7), x(5, 7), 1, 1.5),
-    op("kl_div.default", x(5, 7), positive(5, 7), 1),
-    op("soft_margin_loss.default", x(5, 7), x(5, 7).sign(), 1, fixed=(1,)),
-    op("binary_cross_entropy.default", positive(5, 7), positive(5, 7), None, 1),
+    op("l1_loss.default", x(5, 7), x(5, 7), 2),
+    op("smooth_l1_loss.default", x(5, 7), x(5, 7), 0),
+    op("huber_loss.default", x(5, 7), x(5, 7), 2, 1.5),
+    op("kl_div.default", x(5, 7), positive(5, 7), 2),
+    op("soft_margin_loss.default", x(5, 7), x(5, 7).sign(), 2, fixed=(1,)),
+    op("binary_cross_entropy.default", positive(5, 7), positive(5, 7), None, 0),
     op(
         "binary_cross_entropy_with_logits.default",
         x(5, 7),
         positive(5, 7),
         None,
         positive(7),
-        1,
+        2,
         fixed=(2,),
     ),
 ]
@@ -418,6 +421,7 @@ CONVOLUTIONS = [
 ]
 
 CREATIONS = [
+    op("new_zeros.default", x(5, 3), [5, 12]),
     op("zeros.default", [5, 12], dtype=torch.float64),
     op("ones.default", [5, 12]),
     op("full.default", [5, 12], 2.0),

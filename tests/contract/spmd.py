@@ -287,15 +287,10 @@ def _vocab_cross_entropy(case: Case, ranks: list[Rank], strategy: AxisStrategy) 
 
 def _partial_mean(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list[Any]:
     whole = case.args[0]
-    if case.target.split(".")[1] == "mean":
-        dims = list(case.args[1]) if len(case.args) > 1 and case.args[1] else range(whole.dim())
-        keep = case.args[2] if len(case.args) > 2 else False
-        count = torch.tensor([whole.shape[dim] for dim in dims]).prod()
-        return [args[0].sum(tuple(dims), keepdim=keep) / count for args, _ in ranks]
-    mean, total = 1, 2
-    position = max(i for i, arg in enumerate(case.args) if arg is mean)
-    summed = [([*args[:position], total, *args[position + 1 :]], kw) for args, kw in ranks]
-    return [case.run(rank) / whole.numel() for rank in summed]
+    dims = list(case.args[1]) if len(case.args) > 1 and case.args[1] else range(whole.dim())
+    keep = case.args[2] if len(case.args) > 2 else False
+    count = torch.tensor([whole.shape[dim] for dim in dims]).prod()
+    return [args[0].sum(tuple(dims), keepdim=keep) / count for args, _ in ranks]
 
 
 KERNELS = {

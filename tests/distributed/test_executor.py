@@ -1,11 +1,14 @@
 """Hand-written stage programs against the same computation on one device."""
 
+from typing import ClassVar
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.errors import InputError, RuntimeFailure
-from autopar.ir.placement import R, R_STAR, Shard
+from autopar.ir.placement import R_STAR, R, Shard
 from autopar.ir.size import Size
 from autopar.runtime import comm, kernels
 from autopar.runtime.axes import create_world
@@ -54,7 +57,7 @@ class Case:
 class Skip(Case):
     """`h = a(x); y = b(h); c(y) + h` on three stages: h is passed on through the second."""
 
-    specs = {
+    specs: ClassVar = {
         0: (parameter("a.weight", 4, 3), parameter("a.bias", 4)),
         1: (parameter("b.weight", 4, 4),),
         2: (parameter("c.weight", 4, 4),),
@@ -98,7 +101,7 @@ class Tied(Case):
         InputSpec(key="labels", shape=(B, Size(5)), dtype="int64"),
     )
     tied = parameter("embed.weight", 10, 4, tied=("head.weight",))
-    specs = {
+    specs: ClassVar = {
         0: (tied, parameter("a.weight", 4, 4)),
         1: (parameter("b.weight", 4, 4), tied),
     }
@@ -144,7 +147,7 @@ class Tied(Case):
 class Frozen(Skip):
     """The first stage is frozen: nothing is sent back to it."""
 
-    specs = {
+    specs: ClassVar = {
         0: (
             parameter("a.weight", 4, 3, layout=(R,), trainable=False),
             parameter("a.bias", 4, layout=(R,), trainable=False),
@@ -330,7 +333,7 @@ def check_refusal():
     _, _, engine, _ = build(case, [[0, 1], [2, 3]], 2, build_schedule("gpipe", 2, 2))
     batch = case.batch(4)
     wrong = {**batch, "ids": torch.zeros(4, 6, dtype=torch.int64)}
-    with pytest.raises(InputError, match="captured with 5 in dim 1 .*, got 6"):
+    with pytest.raises(InputError, match=r"captured with 5 in dim 1 .*, got 6"):
         engine.train_step(wrong)
     engine.train_step(batch)
 
@@ -425,3 +428,80 @@ def check_row_parallel_bias():
 
 def test_row_parallel_bias(pool4):
     pool4.run(check_row_parallel_bias)
+
+
+def check_recorder():
+    """What is noted in a step is what torch.distributed was asked for, sends included."""
+    case = Tied()
+    world, _, engine, _ = build(case, [[0, 1], [2, 3]], 2, build_schedule("1f1b", 2, 3))
+    seen, kept = [], {}
+    for name in ("all_reduce", "isend", "broadcast", "all_gather_single", "reduce_scatter_single"):
+        kept[name] = getattr(dist, name)
+
+        def call(tensor, *args, _name=name, **kwargs):
+            seen.append((_name, tensor.nbytes))
+            return kept[_name](tensor, *args, **kwargs)
+
+        setattr(dist, name, call)
+    world.recorder.start()
+    engine.train_step(case.batch(6))
+    events = world.recorder.stop()
+    for name, function in kept.items():
+        setattr(dist, name, function)
+    names = {"all_reduce": "all_reduce", "send_recv": "isend"}
+    assert [(names[event.op.value], event.nbytes) for event in events] == seen
+    last = 0 if 0 in world.stages else 1
+    values = [event.phase for event in events if event.op.value == "send_recv"]
+    assert values == (["forward"] * 6 if last == 0 else ["backward"] * 3)
+    sync = [(event.axes, event.nbytes) for event in events if event.phase == "sync"]
+    # 10x4 tied and 4x4 weights in one bucket, the tied one over both stages, then the loss.
+    assert sync == [(("data",), 56 * 8), (("tied",), 40 * 8), (("world",), 8)]
+    setup = [(event.axes, event.nbytes) for event in events if event.phase == "setup"]
+    assert setup == ([] if last == 0 else [(("data",), 8)])
+
+
+def test_a_step_is_recorded_honestly(pool4):
+    pool4.run(check_recorder)
+
+
+def check_recompute():
+    from autopar.runtime.program import recompute
+
+    def first(w, ctx, received, inputs, setup):
+        x = comm.sum_gradient(inputs["x"], ctx.axes["tensor"])
+        return recompute(block, w, ctx, x)
+
+    def block(w, ctx, x):
+        y = torch.relu(x @ w["up.weight"].t())
+        y = kernels.dropout(y, 0.5, ctx, op=0, dims=((ctx.sample_offset, 6), (0, 1)))
+        return (comm.sum_partial(y @ w["down.weight"].t(), ctx.axes["tensor"]) ** 2,)
+
+    def loss(w, ctx, received, inputs, setup):
+        (y,) = first(w, ctx, received, inputs, setup)
+        return (y.sum(),)
+
+    specs = {
+        0: (
+            parameter("up.weight", 6, 4, layout=(R_STAR, Shard(0))),
+            parameter("down.weight", 4, 6, layout=(R_STAR, Shard(1))),
+        )
+    }
+    world = create_world([("data", 1), ("tensor", 4)], [range(4)])
+    store, whole = ParameterStore(specs, world), values(specs)
+    for fqn in store.entries:
+        store.load_full(fqn, whole[fqn])
+    engine = Engine(
+        world=world,
+        store=store,
+        train=[StageProgram(index=0, forward=loss, inputs=("x",))],
+        schedule=build_schedule("gpipe", 1, 1),
+        inputs=(InputSpec(key="x", shape=(B, Size(4)), dtype=F64),),
+    )
+    world.recorder.start()
+    engine.train_step({"x": torch.ones(3, 4, dtype=torch.float64)})
+    phases = [event.phase for event in world.recorder.stop()]
+    assert phases == ["forward", "recompute", "sync"]
+
+
+def test_recomputed_collectives_are_told_apart(pool4):
+    pool4.run(check_recompute)

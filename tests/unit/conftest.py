@@ -27,6 +27,7 @@ from autopar.plan.plan import (
 
 GIB = 2**30
 HIDDEN, FFN, VOCAB, SEQ, LAYERS = 64, 256, 512, 32, 6
+NORM = (R_STAR, R)
 COLUMN, ROW = (R_STAR, Shard(0)), (R_STAR, Shard(1))
 BATCH = Shard(0)
 
@@ -44,7 +45,7 @@ def _embedding(tied):
 def _layer(index):
     prefix = f"layers.{index}"
     return (
-        _parameter(f"{prefix}.norm.weight", (HIDDEN,), (R_STAR, R)),
+        _parameter(f"{prefix}.norm.weight", (HIDDEN,), NORM),
         _parameter(f"{prefix}.up.weight", (FFN, HIDDEN), COLUMN),
         _parameter(f"{prefix}.down.weight", (HIDDEN, FFN), ROW),
     )
@@ -113,7 +114,7 @@ def _variants():
     )
 
 
-def _collective(op, nbytes, group, phase, value, count=1):
+def _collective(op, nbytes, group, phase, value, count=1):  # noqa: PLR0917
     return Collective(op=op, nbytes=nbytes, axes=(group,), phase=phase, value=value, count=count)
 
 

@@ -20,6 +20,7 @@ from autopar.cli import COMMANDS, build_parser, main
 from autopar.errors import InfeasiblePlan, PlanMismatch, RuntimeFailure
 from autopar.plan.serialize import read_plan, to_json
 
+PIPES = {"capture_output": True, "text": True}
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli_help.txt"
 
 
@@ -43,7 +44,7 @@ def test_help_imports_nothing_heavy():
         "heavy = {'torch', 'numpy', 'pulp', 'rich'} & set(sys.modules)\n"
         "sys.exit(f'imports {heavy}' if heavy else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code], check=False, **PIPES)
     assert result.stderr == "" and result.returncode == 0
     assert result.stdout.startswith("usage: autopar")
 
@@ -60,14 +61,12 @@ class Options:
     """The fields of `compiler.PlanOptions`."""
 
     global_batch: int | None = None
-    seq_len: int | None = None
     precision: str = "fp32"
     optimizer: str = "adamw"
     pins: tuple[tuple[str, str], ...] = ()
     memory_limit_bytes: int | None = None
     time_limit_s: float = 60.0
     backend: str = "highs"
-    gap: float = 0.0
 
 
 @dataclass
@@ -96,10 +95,20 @@ class Compiler:
         self._note("plan", source.name, cluster_spec, options)
         return SimpleNamespace(plan=self.plan)
 
-    def write_program(self, source, plan, folder):
-        self._note("write", source.name, folder)
-        folder.mkdir(exist_ok=True)
-        (folder / "plan.json").write_text(to_json(plan))
+    def build_meta(self, source, options):
+        self.calls.append(("build", source.name, options))
+        return "model", {"x": 1}, "loss"
+
+    def adopt_plan(self, plan, model, batch, *, loss_fn, progress):
+        assert (model, batch, loss_fn) == ("model", {"x": 1}, "loss")
+        progress("capturing", None)
+        self._note("adopt", plan.model.name)
+        return SimpleNamespace(plan=plan)
+
+    def write_program(self, planned, folder):
+        self._note("write", str(folder))
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "plan.json").write_text(to_json(planned.plan))
 
     def verify_source(self, source, cluster_spec, options, plan, progress):
         self._note("verify", source.name, cluster_spec, options, plan)
@@ -107,12 +116,9 @@ class Compiler:
             ok=self.ok, text="loss equal", as_dict=lambda: {"ok": self.ok, "loss": "equal"}
         )
 
-    def train_source(self, source, cluster_spec, options, plan, steps, progress):
+    def train_source(self, source, cluster_spec, options, plan, steps, progress):  # noqa: PLR0917
         self._note("train", source.name, cluster_spec, options, plan, steps)
         return {"steps": steps, "last loss": 1.5}
-
-    def check_source(self, plan, source):
-        self._note("check", source.name)
 
 
 @pytest.fixture
@@ -171,18 +177,16 @@ def test_plan_prints_and_writes(run, compiler, sample_plan, tmp_path):
 def test_options_reach_the_compiler(run, compiler):
     run(
         *("plan", "m.py:f", "--cluster", "8:h100-sxm", "--global-batch", "64", "--seq-len", "128"),
-        *("--precision", "bf16", "--optimizer", "sgd", "--memory-limit", "1.5", "--gap", "0"),
+        *("--precision", "bf16", "--optimizer", "sgd", "--memory-limit", "1.5"),
         *("--time-limit", "9", "--backend", "cbc", "--pin", "tensor=2", "--pin", "boundary=a.1"),
         *("--pin", "boundary=a.2", "--pin", "weight:a.w=S(0)"),
     )
     assert compiler.calls[0] == ("load", "m.py:f", 128)
     assert compiler.calls[1][3] == Options(
         global_batch=64,
-        seq_len=128,
         precision="bf16",
         optimizer="sgd",
         memory_limit_bytes=3 * 2**29,
-        gap=0.0,
         time_limit_s=9.0,
         backend="cbc",
         pins=(
@@ -212,7 +216,6 @@ BAD_USAGE = [
     ((*PLAN, "--seq-len", "1e3"), "argument --seq-len: expected a whole number of at least 1"),
     ((*PLAN, "--memory-limit", "nan"), "argument --memory-limit: expected a number above 0, found"),
     ((*PLAN, "--time-limit", "0"), "argument --time-limit: expected a number above 0, found '0'"),
-    ((*PLAN, "--gap", "-1"), "argument --gap: expected a number of at least 0, found '-1'"),
     ((*PLAN, "--precision", "int3"), "argument --precision: invalid choice: 'int3'"),
     ((*PLAN, "--glob", "3"), "unrecognized arguments: --glob 3"),
     ((*PLAN, "--pin", "tensor"), "argument --pin: expected KEY=VALUE, found 'tensor'"),
@@ -252,7 +255,8 @@ def test_help_names_every_pin(key):
 
 def test_errors_have_their_status(run, compiler):
     compiler.error = InfeasiblePlan("stage 0 needs 83.1 GiB of 79.0")
-    assert fails(run(*PLAN)[:2] + ("autopar: stage 0 needs 83.1",), 1, "stage 0 needs 83.1")
+    assert run(*PLAN)[2].splitlines()[-1] == "autopar: stage 0 needs 83.1 GiB of 79.0"
+    assert run(*PLAN)[:2] == (1, "")
     compiler.error = RuntimeFailure("rank 1 failed")
     assert run(*PLAN)[0] == 1
     compiler.error = KeyboardInterrupt()
@@ -283,6 +287,7 @@ def test_json_is_one_object_and_nothing_else(run, compiler, plan_file, tmp_path)
         ("verify", "gpt_tiny", "--cluster", "local:4"),
         ("train", "gpt_tiny", "--cluster", "local:4"),
         ("hardware",),
+        ("zoo",),
     ):
         status, out, _ = run(*arguments, "--json")
         assert status == 0, arguments
@@ -325,10 +330,16 @@ def test_check_answers(run, compiler, plan_file, sample_plan, tmp_path):
     )
     assert compiler.calls == []
     assert run("check", plan_file, "other")[0] == 0
-    assert compiler.calls == [("load", "other", 32), ("check", "other")]
+    assert compiler.calls == [
+        ("load", "other", 32),
+        ("build", "other", Options(precision="bf16")),
+        ("adopt", "sample"),
+    ]
+    run("check", plan_file, "models.py:other")
+    assert compiler.calls[3] == ("load", "models.py:other", None)
     compiler.error = PlanMismatch("parameter w: plan has [64], model has [96]")
     status, out, err = run("check", plan_file, "other")
-    assert (status, err) == (1, "")
+    assert (status, err) == (1, "autopar: capturing\n")
     assert out == f"{plan_file}: parameter w: plan has [64], model has [96]\n"
     unsound = tmp_path / "unsound.json"
     unsound.write_text(to_json(replace(sample_plan, pipeline=3)))
@@ -355,9 +366,17 @@ def test_codegen(run, compiler, plan_file, sample_plan, tmp_path):
     folder = tmp_path / "program"
     status, out, _ = run("codegen", plan_file, "-o", folder)
     assert (status, out) == (0, f"{folder}/plan.json\n")
-    assert compiler.calls == [("load", "sample", 32), ("write", "sample", folder)]
+    assert [call[:2] for call in compiler.calls] == [
+        ("load", "sample"),
+        ("build", "sample"),
+        ("adopt", "sample"),
+        ("write", str(folder)),
+    ]
     assert run("codegen", plan_file, "other", "-o", folder)[0] == 0
-    assert compiler.calls[2] == ("load", "other", 32)
+    assert compiler.calls[4] == ("load", "other", 32)
+    compiler.error = PlanMismatch("op list: differs")
+    status, _, err = run("codegen", plan_file, "other", "-o", folder)
+    assert (status, err.splitlines()[-1]) == (2, f"autopar: {plan_file}: op list: differs")
 
 
 def test_verify_answers_with_its_status(run, compiler, plan_file):
@@ -372,15 +391,15 @@ def test_a_given_plan_brings_its_setup(run, compiler, plan_file):
     arguments = ("train", "gpt_tiny", "--cluster", "local:4", "--plan", plan_file)
     status, out, _ = run(*arguments, "--steps", "3")
     assert (status, out) == (0, "steps: 3\nlast loss: 1.5\n")
-    options = Options(global_batch=32, seq_len=32, precision="bf16")
+    options = Options(global_batch=32, precision="bf16")
     assert compiler.calls == [
         ("load", "gpt_tiny", 32),
         ("train", "gpt_tiny", "local:4", options, read_plan(plan_file), 3),
     ]
     assert fails(
-        run(*arguments, "--pin", "tensor=2", "--gap", "0"),
+        run(*arguments, "--pin", "tensor=2", "--seq-len", "9"),
         2,
-        f"--plan {plan_file} with --gap, --pin: a plan has these decided",
+        f"--plan {plan_file} with --seq-len, --pin: a plan has these decided",
     )
 
 
@@ -435,7 +454,7 @@ def test_a_malformed_plan_gets_one_clear_line(run, tmp_path, command, content):
 
 def test_a_closed_pipe_ends_quietly(plan_file):
     command = f"{sys.executable} -m autopar show {plan_file} | true"
-    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    result = subprocess.run(command, shell=True, check=False, **PIPES)
     assert result.stderr == ""
 
 

@@ -44,6 +44,8 @@ CASES = {
     "conv1d groups": (lambda a, b: F.conv1d(a, b, groups=2), (2, 4, 9), (6, 2, 3)),
 }
 
+BATCHES = {"bmm": 3, "matmul batched": 6, "baddbmm": 3, "einsum batch": 6, "conv1d groups": 2}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_products_count_as_torch_counts_them(graphs, name):
@@ -58,6 +60,7 @@ def test_products_count_as_torch_counts_them(graphs, name):
     with FlopCounterMode(display=False) as counter:
         result.sum().backward()
     assert counted.forward_flops == forward
+    assert contraction(products[0]).batch == BATCHES.get(name, 1)
     if name != "conv1d groups":  # torch's count of the backward of a grouped convolution is off
         assert counted.backward_flops == counter.get_total_flops()
 

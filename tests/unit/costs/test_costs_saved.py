@@ -44,6 +44,15 @@ class ExplicitAttention(Attention):
         return self.out((p @ v).transpose(1, 2).reshape(b, s, h))
 
 
+class CopiedOperand(ExplicitAttention):
+    """The base of a transposed operand is kept by GELU, its copy by the product."""
+
+    def forward(self, x):
+        q = self.q(x)
+        heads = q.view(*q.shape[:2], self.heads, -1).transpose(1, 2)
+        return F.gelu(q).sum() + (heads @ heads.mT).sum() + self.k(q.transpose(1, 2).mT).sum()
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width=32):
         super().__init__()
@@ -144,6 +153,7 @@ CASES = {
     "attention mask": lambda: Attention(mask=MASK),
     "attention float mask": lambda: Attention(mask=MASK.float()),
     "explicit attention": ExplicitAttention,
+    "copied operand": CopiedOperand,
     "rms norm": lambda: nn.Sequential(nn.Linear(32, 32), RMSNorm(), nn.Linear(32, 32)),
     "torch rms norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32)),
     "rotary": Rotary,

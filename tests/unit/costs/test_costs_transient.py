@@ -84,23 +84,25 @@ def test_a_second_gradient_is_held_beside_the_first():
     nodes = [
         node("a", "aten.add.Tensor", X, 1),
         node("b", "aten.exp.default", A),
-        node("c", "aten.add.Tensor", A, B),
+        node("c", "aten.sum.default", B, out=spec()),
+        node("d", "aten.sum.default", A, out=spec()),
+        node("e", "aten.add.Tensor", C, D, out=spec()),
     ]
-    # while b runs backward: gradients of b and of a (through c), and b's share of a's
-    assert walk(nodes, {X: spec(100)}, outputs=(C,)).backward_bytes == 3 * ONE
+    # while b runs backward: gradients of b and of a (through d), and b's share of a's
+    assert walk(nodes, {X: spec(100)}, outputs=(Ref("e"),)).backward_bytes == 3 * ONE
 
 
 def test_parameter_gradients_are_dropped_when_added():
-    weight = {X: spec(100), Ref("w"): spec(100), Ref("v"): spec(100)}
+    u, v, w = map(Ref, "uvw")
+    sources = {ref: spec(100) for ref in (X, u, v, w)}
     nodes = [
-        node("a", "aten.mul.Tensor", X, Ref("w")),
-        node("b", "aten.mul.Tensor", A, Ref("v")),
+        node("a", "aten.mul.Tensor", X, u),
+        node("b", "aten.mul.Tensor", A, v),
+        node("c", "aten.mul.Tensor", B, w),
     ]
-    grads = {A, B, Ref("w"), Ref("v")}
-    parameters = (Ref("w"), Ref("v"))
-    assert walk(nodes, weight, (B,), parameters, grads).backward_bytes == 3 * ONE
-    assert walk(nodes, weight, (B,), (), grads).backward_bytes == 3 * ONE
-    assert walk(nodes, weight, (B,), (), {*grads, X}).backward_bytes == 4 * ONE
+    grads = {A, B, C, u, v, w}
+    assert walk(nodes, sources, (C,), (u, v, w), grads).backward_bytes == 3 * ONE
+    assert walk(nodes, sources, (C,), (), grads).backward_bytes == 4 * ONE
 
 
 def test_nodes_without_gradient_need_nothing_backward():

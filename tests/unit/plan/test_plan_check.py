@@ -48,7 +48,7 @@ def _choice(plan, **changes):
 
 def _collective(plan, **changes):
     item = Collective(op=CollectiveOp.ALL_REDUCE, nbytes=8, axes=("data",), phase="sync", value="x")
-    return replace(plan, collectives=(replace(item, **changes),))
+    return replace(plan, collectives=(*plan.collectives, replace(item, **changes)))
 
 
 def _memory(plan, activations):
@@ -181,6 +181,18 @@ ONE_PROBLEM = {
         lambda p: _collective(p, count=0),
         "plan: all_reduce of x: 0 times 8 bytes",
     ),
+    "collective totals": (
+        lambda p: _collective(p, nbytes=2**20),
+        "plan: all_reduce sync data: 1.376 MiB in all, 385.5 KiB over the stages",
+    ),
+    "collective of the stages alone": (
+        lambda p: replace(p, collectives=p.collectives[1:]),
+        "plan: all_reduce backward tensor: 0 B in all, 768 KiB over the stages",
+    ),
+    "memory limit": (
+        lambda p: _stage(p, 0, memory_limit_bytes=0),
+        "stage 0: memory_limit_bytes: expected at least 1, found 0",
+    ),
     "memory": (
         lambda p: _memory(p, 9.01 * GIB),
         "stage 1: needs 15.01 GiB of 15 GiB: activations 9.01 GiB, optimizer state 4 GiB, "
@@ -233,7 +245,7 @@ def test_an_empty_plan_is_refused_without_a_crash(sample_plan):
 def test_repeated_axis(sample_plan):
     axes = (MeshAxis(name="data", size=2), MeshAxis(name="data", size=2))
     problems = plan_problems(replace(sample_plan, axes=axes))
-    assert "axis data: expected one mesh axis of a name, and none called pipeline" in problems
+    assert "axis data: expected one mesh axis of a name, none of pipeline, tied, world" in problems
 
 
 def test_shared_parameters(sample_plan):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InputError, PlanMismatch
-from autopar.ir.placement import P, Partial, R, Replicate, Shard
+from autopar.ir.placement import R_STAR, P, Partial, Replicate, Shard
 from autopar.ir.size import Size
 from autopar.plan.plan import Plan, Terms
 from autopar.plan.serialize import from_json, read_plan, to_json, write_plan
@@ -80,9 +80,15 @@ def test_the_text_is_laid_out_for_people(sample_plan):
     assert lines[1] == ' "version": 1,'
     assert ' "axes": [{"name": "data", "size": 2}, {"name": "tensor", "size": 2}],' in lines
     assert max(map(len, lines)) <= 140
-    assert any('"layout": ["R", "S(0)"]' in line for line in lines)
+    assert any('"layout": ["R*", "S(0)"]' in line for line in lines)
     keys = [line.split('"')[1] for line in lines if line.startswith(' "')]
     assert keys == [field.name for field in fields(Plan)]
+
+
+def test_a_term_named_twice_is_not_written(sample_plan):
+    prediction = replace(sample_plan.prediction, time_s=(("a", 1.0), ("a", 2.0)))
+    with pytest.raises(PlanMismatch, match=r"prediction\.time_s: a term is named twice"):
+        to_json(replace(sample_plan, prediction=prediction))
 
 
 def test_long_lists_are_filled_into_lines(sample_plan):
@@ -281,4 +287,4 @@ def test_a_missing_folder_is_named(sample_plan, tmp_path):
 
 def test_placements_of_the_sample_are_the_types(sample_plan):
     layout = from_json(to_json(sample_plan)).stages[0].parameters[0].layout
-    assert layout == (R, Shard(0))
+    assert layout == (R_STAR, Shard(0))

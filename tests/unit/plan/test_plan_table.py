@@ -131,6 +131,17 @@ def test_a_plan_of_nothing_much_has_a_table(sample_plan):
     assert "devices" in diff_plans(plan, sample_plan)
 
 
+def test_terms_that_are_zero_and_axes_of_one_are_left_out(sample_plan):
+    plan = _changed_stage(
+        sample_plan, 0, memory_bytes=(*sample_plan.stages[0].memory_bytes, ("master", 0.0))
+    )
+    plan = replace(plan, axes=(replace(plan.axes[0], size=1), plan.axes[1]))
+    text = plan_table(plan)
+    assert "master" not in text and "master" not in explain(plan)
+    header = next(line for line in text.splitlines() if line.startswith("  variant"))
+    assert header.split() == ["variant", "parameter", "count", "shape", "dtype", "tensor"]
+
+
 def test_techniques_of_the_sample(sample_plan):
     assert techniques(sample_plan) == (
         "pipeline parallelism over 2 stages (1f1b)",
@@ -148,10 +159,10 @@ ACTIVATION = (Shard(0), R)
 @pytest.mark.parametrize(
     ("node", "inputs", "output", "name"),
     [
-        ("linear_3", (R_STAR, Shard(0)), Shard(2), "column-parallel linear x6"),
+        ("linear_3", (R_STAR, Shard(0)), Shard(2), "column-parallel linear x7"),
         ("linear", (Shard(2), Shard(1)), P, "row-parallel linear x6"),
         # addmm takes the bias first, and the weight as it multiplies
-        ("addmm", (Shard(0), R_STAR, Shard(1)), Shard(1), "column-parallel linear x6"),
+        ("addmm", (Shard(0), R_STAR, Shard(1)), Shard(1), "column-parallel linear x7"),
         ("addmm_1", (R, Shard(1), Shard(0)), P, "row-parallel linear x6"),
         (
             "scaled_dot_product_attention",
@@ -177,6 +188,8 @@ def test_ops_have_their_names(sample_plan, node, inputs, output, name):
         ("linear", (Shard(0), R_STAR), Shard(0)),
         ("linear", (R, R), R),
         ("relu", (Shard(2),), Shard(2)),
+        # a sum over experts, say: one operand is whole
+        ("bmm", (R, Shard(0)), P),
         ("bmm", (Shard(0), Shard(0)), Shard(0)),
     ],
 )
@@ -230,7 +243,7 @@ def test_parameters_of_equal_blocks_are_one_row(sample_plan):
         for r in variant_parameters(sample_plan)
     }
     assert rows == {
-        ("embed", "weight"): (1, "S(0)"),
+        ("embed", "embed.weight"): (1, "S(0)"),
         ("layer", "norm.weight"): (6, "R"),
         ("layer", "up.weight"): (6, "S(0)"),
         ("layer", "down.weight"): (6, "S(1)"),
@@ -259,8 +272,8 @@ def test_diff_says_what_changed_and_what_it_costs(sample_plan):
     text = diff_plans(sample_plan, other)
     assert "step            40 ms     50 ms  +25.0%" in text
     assert "schedule 1f1b -> pipeline 2 x data 2" in text
-    assert "layers.*.up.weight  x6     data R tensor S(0)  ->  data R tensor R" in text
-    assert "values that differ: schedule 1, stages 6, prediction 1" in text
+    assert "layers.*.up.weight  x6     data R* tensor S(0)  ->  data R tensor R" in text
+    assert "values that differ: schedule 1, stages 12, prediction 1" in text
 
 
 def test_diff_names_stages_ops_and_collectives(sample_plan):
@@ -322,11 +335,11 @@ def test_explain_an_op(sample_plan):
         "  runs in 6 blocks: 1-6",
         "  in layers.0 to layers.5",
         "  input 0: data S(0), tensor S(2)",
-        "  input 1: data R, tensor S(1)",
+        "  input 1: data R*, tensor S(1)",
         "  output 0: data S(0), tensor P(sum)",
         "",
         "Collectives of it",
-        "  forward: all_reduce of 16 KiB over tensor, 24 a step, on stages 0-1",
+        "  forward: all_reduce of 16 KiB over tensor, 24 a step on stages 0-1",
     ]
 
 
@@ -335,7 +348,7 @@ def test_explain_a_parameter_by_any_of_its_names(sample_plan, name):
     text = explain(sample_plan, name)
     assert "parameter embed.weight on stage 0" in text
     assert "parameter embed.weight on stage 1" in text
-    assert "sync: all_reduce of 128 KiB over pipeline, 1 a step, between stages" in text
+    assert "sync: all_reduce of 64 KiB over tied, 1 a step on stages 0-1" in text
 
 
 def test_explain_an_unknown_op_names_near_ones(sample_plan):

@@ -61,7 +61,9 @@ class Links:
         return self.model().time_s(CollectiveOp.ALL_REDUCE, nbytes, NAMES[axis])
 
 
-def solve(graph: OpGraph, links: Links, batch: int, **options: object) -> tuple[BlockSpace, Sharding]:
+def solve(
+    graph: OpGraph, links: Links, batch: int, **options: object
+) -> tuple[BlockSpace, Sharding]:
     space, sharding = solve_communication(
         graph, names=NAMES, sizes=links.mesh, batch=batch, collectives=links.model(), **options
     )
@@ -73,7 +75,10 @@ def collectives(space: BlockSpace, sharding: Sharding) -> Counter[tuple[str, str
     """(op, axis, phase) of every move between ops."""
     found: Counter[tuple[str, str, str]] = Counter()
     for move in sharding_flow(space, sharding).moves():
-        for op, phase in ((move.transition.forward, "forward"), (move.transition.backward, "backward")):
+        for op, phase in (
+            (move.transition.forward, "forward"),
+            (move.transition.backward, "backward"),
+        ):
             if op is not None:
                 found[str(op), NAMES[move.axis], phase] += 1
     return found
@@ -182,7 +187,10 @@ def test_views_pass_the_contracted_dim():
         graph = capture(Chain(), {"x": torch.empty(128, 2048)}).graph
     links = Links((4, 1))
     _, sharding = solve(
-        graph, links, 128, required={graph.outputs[0]: (R, R)},
+        graph,
+        links,
+        128,
+        required={graph.outputs[0]: (R, R)},
         forbidden={CollectiveOp.ALL_GATHER},
     )
     assert close(sharding.objective, links.all_reduce(128 * 128 * 4, 0))
@@ -309,9 +317,7 @@ def test_ops_that_need_no_communication(kind):
     with torch.device("meta"):
         graph = capture(Small(kind), {"x": torch.empty(64, 144)}).graph
     out = graph.outputs[0]
-    split = {
-        "dropout": Shard(1), "argmax": Shard(0), "reshape": Shard(1), "matmul": Shard(1)
-    }[kind]
+    split = {"dropout": Shard(1), "argmax": Shard(0), "reshape": Shard(1), "matmul": Shard(1)}[kind]
     _, sharding = solve(graph, Links((1, 4)), 64, required={out: (R, split)})
     assert sharding.objective == pytest.approx(0.0, abs=20.0)
     if kind == "matmul":

@@ -1,0 +1,160 @@
+"""The parallel model that a user trains: one object per rank, every method called on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.errors import InputError
+from autopar.ir.placement import R_STAR
+from autopar.plan.plan import Plan
+from autopar.runtime.axes import World, create_world
+from autopar.runtime.clip import clip_grad_norm_, grad_norm
+from autopar.runtime.deferred import InitTape
+from autopar.runtime.engine import Engine
+from autopar.runtime.initialize import initialize
+from autopar.runtime.load import LoadedProgram, parameter_specs
+from autopar.runtime.optim import OptimizerSpec, bind_optimizer
+from autopar.runtime.parameters import ParameterStore
+from autopar.schedules.lower import insert_communication
+from autopar.schedules.registry import build_schedule
+
+
+class ParallelModel:
+    """This rank's part of a sharded, pipelined model.
+
+    `loss = model.train_step(batch)` runs forward and backward of the whole batch and, if the model
+    was given an optimizer, its step; every rank passes the same batch and gets the same loss.
+    """
+
+    def __init__(
+        self,
+        program: LoadedProgram,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        seed: int = 0,
+        tape: InitTape | None = None,
+        constants: Mapping[str, Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.plan: Plan = program.plan
+        self.program = program
+        self.world = _world(program.plan, device)
+        self.store = ParameterStore(parameter_specs(program.plan), self.world)
+        initialize(self.store, model, seed=seed, tape=tape, extra=constants)
+        schedule = build_schedule(
+            self.plan.schedule, self.plan.pipeline, self.plan.training.micro_batches
+        )
+        self.engine = Engine(
+            world=self.world,
+            store=self.store,
+            train=[program.stages[stage] for stage in self.world.stages],
+            schedule=insert_communication(schedule),
+            inputs=program.inputs,
+            loss_layout=program.loss_layout,
+            outputs=program.outputs,
+            seed=seed,
+        )
+        self.optimizer: Optimizer | None = (
+            bind_optimizer(optimizer, self.store, model) if optimizer is not None else None
+        )
+        self.training = True
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Switch between training and evaluation, as `nn.Module.train` does."""
+        self.training = mode
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Switch to evaluation: no dropout, no gradients."""
+        return self.train(False)
+
+    def __call__(self, batch: Any) -> Any:
+        """In training the loss, with gradients; in evaluation what the model returns."""
+        return self.backward_step(batch) if self.training else self.eval_step(batch)[1]
+
+    def train_step(self, batch: Any, *, clip_norm: float | None = None) -> Tensor:
+        """Forward, backward, optional clipping, optimizer step; the loss before the step.
+
+        Gradients are cleared afterwards. Raises InputError without an optimizer.
+        """
+        if self.optimizer is None:
+            raise InputError(
+                "train_step needs an optimizer: parallelize(model, cluster, optimizer=...); or "
+                "call backward_step and step one of your own"
+            )
+        loss = self.backward_step(batch)
+        if clip_norm is not None:
+            self.clip_grad_norm_(clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def backward_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
+        """Forward and backward of the whole batch; gradients are added to `.grad`."""
+        return self.engine.train_step(batch, accumulate=accumulate)
+
+    def eval_step(self, batch: Any) -> tuple[Tensor, Any]:
+        """The loss and the model's return value, whole and in its original structure, everywhere."""
+        loss, outputs = self.engine.eval_step(batch)
+        values = [outputs[spec.name] for spec in self.program.outputs]
+        return loss, rebuild(json.loads(self.program.output_tree), values, loss)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters: DTensors over their stage's mesh."""
+        return self.store.tree.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with the original model's names."""
+        return self.store.tree.named_parameters()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of all gradients of the whole model, the same on every rank."""
+        return grad_norm(self.store, norm_type)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`; the norm before."""
+        return clip_grad_norm_(self.store, max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The original model's state dict, on rank 0; empty elsewhere. All ranks call it."""
+        return self.store.full_state_dict()
+
+
+def _world(plan: Plan, device: torch.device | str) -> World:
+    """Process groups for every axis, tie, and set of axes that some gradient is summed over."""
+    names = [axis.name for axis in plan.axes]
+    joins, owners = set(), dict[str, list[int]]()
+    for stage in plan.stages:
+        for parameter in stage.parameters:
+            summed = tuple(n for n, p in zip(names, parameter.layout, strict=True) if p == R_STAR)
+            joins.add(summed)
+            owners.setdefault(parameter.fqn, []).append(stage.index)
+    return create_world(
+        [(axis.name, axis.size) for axis in plan.axes],
+        [stage.ranks for stage in plan.stages],
+        joins=sorted(joins),
+        ties=sorted({tuple(stages) for stages in owners.values() if len(stages) > 1}),
+        device=device,
+    )
+
+
+def rebuild(tree: Any, outputs: list[Tensor], loss: Tensor) -> Any:
+    """A return value from its JSON description; see `OpGraph.output_tree`."""
+    if isinstance(tree, list):
+        return [rebuild(item, outputs, loss) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.get("$loss") is True:
+        return loss
+    if "$output" in tree:
+        return outputs[tree["$output"]]
+    if "$tuple" in tree:
+        return tuple(rebuild(item, outputs, loss) for item in tree["$tuple"])
+    return {key: rebuild(value, outputs, loss) for key, value in tree.items()}

@@ -1,0 +1,155 @@
+"""Comparing a parallel program with the eager single-device model, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.collective import Collective
+from autopar.runtime.parallel import ParallelModel
+from autopar.runtime.reference import reference_random
+
+LossFn = Callable[[Any, Any], Tensor]
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+"""Relative error by dtype of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """Relative error of one quantity: largest difference over the largest reference magnitude."""
+
+    what: str
+    name: str
+    step: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank compared: every deviation, in the order met, and what it communicated."""
+
+    rank: int
+    deviations: tuple[Deviation, ...]
+    losses: tuple[float, ...]
+    collectives: tuple[Collective, ...]
+
+
+def call_model(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
+    """The loss of the eager model on a batch."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    if loss_fn is not None:
+        return loss_fn(output, batch)
+    if isinstance(output, Tensor):
+        return output
+    return output["loss"] if isinstance(output, Mapping) else output.loss  # type: ignore[no-any-return]
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """max |value - reference| / max |reference|; NaN counts as infinite."""
+    value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
+    if value.shape != reference.shape:
+        return float("inf")
+    if not reference.numel():
+        return 0.0
+    difference = (value - reference).abs().max()
+    error = float(difference / reference.abs().max().clamp_min(1e-12))
+    return error if error == error else float("inf")
+
+
+def compare(
+    parallel: ParallelModel,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int,
+    seed: int,
+) -> RankReport:
+    """Train both side by side; all ranks call. `parallel` must have an optimizer of the same kind.
+
+    Compared are the initial weights, every step's loss and gradient norm, the first step's
+    gradients, and the weights at the end.
+    """
+    reference = copy.deepcopy(model)
+    reference.train()
+    optimizer = make_optimizer([p for p in reference.parameters() if p.requires_grad])
+    found: list[Deviation] = []
+    losses: list[float] = []
+
+    def note(what: str, name: str, step: int, value: Tensor, expected: Tensor) -> None:
+        error = relative_error(value, expected)
+        found.append(Deviation(what=what, name=name, step=step, error=error))
+
+    _compare_weights(parallel, reference, 0, note)
+    collectives: tuple[Collective, ...] = ()
+    for step in range(steps):
+        recorder = parallel.world.recorder
+        recorder.start()
+        loss = parallel.backward_step(batch)
+        collectives = recorder.stop()
+        with reference_random(seed, step) if _draws(reference) else nullcontext():
+            expected = call_model(reference, batch, loss_fn)
+        optimizer.zero_grad()
+        expected.backward()
+        losses.append(float(loss))
+        note("loss", "loss", step, loss, expected)
+        if step == 0:
+            _compare_gradients(parallel, reference, step, note)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in reference.parameters() if p.grad is not None]
+        )
+        note("gradient norm", "all", step, parallel.grad_norm(), norm)
+        optimizer.step()
+        if parallel.optimizer is not None:
+            parallel.optimizer.step()
+            parallel.optimizer.zero_grad(set_to_none=True)
+    _compare_weights(parallel, reference, steps, note)
+    return RankReport(
+        rank=parallel.world.rank,
+        deviations=tuple(found),
+        losses=tuple(losses),
+        collectives=collectives,
+    )
+
+
+_Note = Callable[[str, str, int, Tensor, Tensor], None]
+
+
+def _draws(model: nn.Module) -> bool:
+    return model.training
+
+
+def _compare_weights(
+    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note
+) -> None:
+    known = dict(reference.named_parameters(remove_duplicate=False))
+    what = "initial weights" if step == 0 else f"weights after {step} steps"
+    for fqn in parallel.store.entries:
+        whole = parallel.store.gather_full(fqn)
+        if fqn in known:
+            note(what, fqn, step, whole, known[fqn])
+
+
+def _compare_gradients(
+    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note
+) -> None:
+    known = dict(reference.named_parameters(remove_duplicate=False))
+    for fqn, entry in parallel.store.entries.items():
+        if not entry.spec.trainable:
+            continue
+        whole, expected = parallel.store.gather_gradient(fqn), known[fqn].grad
+        zeros = torch.zeros_like(known[fqn])
+        note(
+            "gradient",
+            fqn,
+            step,
+            zeros if whole is None else whole,
+            zeros if expected is None else expected,
+        )

@@ -1,0 +1,78 @@
+"""Starting and ending processes; who is blamed when one fails."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import InputError, RuntimeFailure
+from autopar.runtime.launch import WorkerPool, init_from_env, launch
+
+pytestmark = pytest.mark.distributed
+
+
+def add(x, y):
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return x + y + total.item(), dist.get_rank(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_launch_returns_results_by_rank():
+    before = os.environ.get("OMP_NUM_THREADS")
+    assert launch(add, 2, (1, 2)) == [(4.0, 0, "1"), (4.0, 1, "1")]
+    assert os.environ.get("OMP_NUM_THREADS") == before
+
+
+def fail_on_second():
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("first cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def kill_second():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_alone():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_reported_and_the_pool_goes_on():
+    with WorkerPool(2, timeout_s=4.0) as pool:
+        first = pool.run(add, 0, 0)
+        ids = pool.process_ids
+        assert pool.run(add, 0, 0) == first
+        assert pool.process_ids == ids
+        for function, message in (
+            (fail_on_second, "rank 1 of 2 failed: .*ZeroDivisionError: first cause"),
+            (kill_second, r"rank 1 of 2 failed: the process ended .*exit code -9"),
+            (wait_alone, "rank 0 of 2 failed: .*[Tt]imed out"),
+        ):
+            started = time.monotonic()
+            with pytest.raises(RuntimeFailure, match=f"(?s){message}"):
+                pool.run(function)
+            assert time.monotonic() - started < 30
+            assert pool.process_ids == ()
+        assert pool.run(add, 0, 0) == first
+        pids = pool.process_ids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_only_named_functions_can_be_sent(pool4):
+    with pytest.raises(ValueError, match="not a module-level function"):
+        pool4.run(lambda: None)
+
+
+def test_torchrun_is_needed(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match=r"RANK, .*torchrun"):
+        init_from_env()
