@@ -9,6 +9,7 @@ that of a core (Pisinger, European Journal of Operational Research 83, 1995).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,11 +48,16 @@ class _TooMany(Exception):
     """More partial solutions than are kept."""
 
 
-def pack(groups: Sequence[Group], free: float) -> Packing | None:
-    """The cheapest packing into `free`; None where even the least usage exceeds it."""
+def pack(groups: Sequence[Group], free: float, cutoff: float = math.inf) -> Packing | None:
+    """The cheapest packing into `free`, if it costs less than `cutoff`.
+
+    None where none does, or where even the least usage exceeds `free`.
+    """
     if sum(g.count * float(g.used.min()) for g in groups) > free:
         return None
     multiplier, bound = best_multiplier(groups, free)
+    if bound >= cutoff:
+        return None
     start = _least_usage(groups, multiplier)
     cost, used = _totals(groups, start)
     if used > free:  # rounding at a tie: fall back to what surely fits
@@ -60,17 +66,16 @@ def pack(groups: Sequence[Group], free: float) -> Packing | None:
     tolerance = _ROUNDING * (abs(bound) + abs(multiplier * free) + cost)
     proven = bound
     for share in (_FIRST_WINDOW, 1.0):
-        window = share * (cost - bound) + tolerance
+        window = share * (min(cost, cutoff) - bound) + tolerance
         try:
             options = _within_window(groups, free, multiplier, bound, window)
         except _TooMany:
             return Packing(cost=cost, bound=min(cost, proven), options=start)
         if options is not None:
             best = _totals(groups, options)[0]
-            if best <= bound + window:
-                return Packing(cost=best, bound=best, options=options)
+            return Packing(cost=best, bound=best, options=options)
         proven = bound + window - tolerance
-    return Packing(cost=cost, bound=cost, options=start)
+    return None if cutoff < cost else Packing(cost=cost, bound=cost, options=start)
 
 
 def best_multiplier(groups: Sequence[Group], free: float) -> tuple[float, float]:

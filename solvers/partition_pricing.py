@@ -116,13 +116,13 @@ class Pricer:
         `values` holds a row per option and a column per case; so does the result.
         """
         allowed = [table.transient <= threshold for table in self.classes]
-        missing = [not some.any() for some in allowed]
+        missing = np.array([not some.any() for some in allowed])
         least = [
             np.zeros(value.shape[1]) if none else value[some].min(axis=0)
             for value, some, none in zip(values, allowed, missing, strict=True)
         ]
         total = self._counts @ np.array(least)
-        total[self.compositions[:, missing].any(axis=1)] = np.inf
+        total[self._counts @ missing > 0] = np.inf
         return np.asarray(total)
 
     def _multipliers(self, in_flight: int) -> list[float]:
@@ -203,11 +203,11 @@ class Pricer:
             if best is not None and lower >= best[0].cost:
                 break
             groups = self._groups(stage, present, threshold, sync_share)
-            packing = pack(groups, stage.free_bytes - threshold)
-            if packing is None:
-                continue
-            bound = min(bound, packing.bound)
-            if best is None or packing.cost < best[0].cost:
+            cutoff = math.inf if best is None else best[0].cost
+            packing = pack(groups, stage.free_bytes - threshold, cutoff)
+            if packing is not None:
+                bound = min(bound, packing.bound)
+            if packing is not None and packing.cost < cutoff:
                 best = packing, threshold
         if best is None:
             return None

@@ -98,19 +98,19 @@ class _Grouping:
         segment has parameters, or before a segment that equals the first of a run's block; one
         that begins with such a segment is as long as the run's.
         """
-        edges = [low]
-        i = low
+        edges, matched, i = [low], {low}, low
         while i < high:
             if edges[-1] < i and self._ends_before(edges[-1], i):
                 edges.append(i)
             match = self._template_end(i, high)
             if match is not None:
                 edges += [i] * (edges[-1] < i) + [match] * (match < high)
+                matched.add(match)
                 i = match
             else:
                 i += 1
-        if len(edges) > 1 and not self._parts.weight(edges[-1], high) and low == edges[-2]:
-            edges.pop()
+        if edges[-1] not in matched and not self._parts.weight(edges[-1], high):
+            edges.pop()  # no weight matmul: goes with the block before
         return self._joined([*edges, high]) if low < high else []
 
     def _ends_before(self, start: int, index: int) -> bool:

@@ -138,3 +138,16 @@ def _flop_rate(op: LocalOp, device: DeviceSpec) -> float:
         dtype = op.output_dtypes[0]
         return device.flops(dtype) * matmul_efficiency(product, dtype, device)
     return device.flops("float32") * VECTOR_EFFICIENCY
+
+
+__all__ = [
+    "CURVES",
+    "EfficiencyCurve",
+    "OpTime",
+    "Profile",
+    "attention_efficiency",
+    "curve_of",
+    "matmul_efficiency",
+    "memory_s",
+    "op_time",
+]

@@ -102,7 +102,7 @@ class Pricer:
             found = axis_strategies(
                 node, specs, size=size, batch=STRATEGY_BATCH, hints=self.setting.hints
             )
-            self._strategies[key] = found[:1] if size == 1 else found
+            self._strategies[key] = found[:1] if size == 1 else self._honour_pin(node, size, found)
         return self._strategies[key]
 
     def _honour_pin(

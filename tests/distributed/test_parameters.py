@@ -336,3 +336,23 @@ def check_refusals():
 
 def test_wrong_plans_are_refused(pool4):
     pool4.run(check_refusals)
+
+
+def check_nested():
+    """Both axes cut one dim, unevenly: the inner one cuts what the outer one left."""
+    world = create_world([("data", 2), ("tensor", 2)], [range(4)])
+    layout = (Shard(0), Shard(0))
+    nested = ParameterSpec(fqn="deep.w", shape=(7, 3), dtype="float64", layout=layout)
+    store = ParameterStore({0: (nested,)}, world)
+    whole = torch.arange(21.0, dtype=torch.float64).view(7, 3)
+    store.load_full("deep.w", whole)
+    rows = [[0, 1], [2, 3], [4, 5], [6]][world.rank]
+    assert store.weights(0)["deep.w"].equal(whole[rows])
+    assert store.gather_full("deep.w").equal(whole)
+    assert store.tree.get_parameter("deep.w").full_tensor().equal(whole)
+    with pytest.raises(PlanMismatch, match=r"has shape \(3, 7\); the plan has \(7, 3\)"):
+        store.load_full("deep.w", whole.t())
+
+
+def test_two_axes_cut_one_dim(pool4):
+    pool4.run(check_nested)
