@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -97,15 +99,13 @@ class PartitionProblem:
             if not options:
                 raise ValueError(f"classes[{index}]: expected at least one option, found none")
             for option in options:
-                fields = (option.time_s, option.static_bytes, option.saved_bytes)
-                fields += (option.sync_s, option.transient_bytes)
-                _check_numbers(f"classes[{index}]", fields)
+                _check_numbers(f"classes[{index}]", dataclasses.astuple(option))
 
     def _check_cuts(self) -> None:
         if self.fixed_cuts is None:
             return
         ends = (0, *self.fixed_cuts, len(self.blocks))
-        sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        sizes = [end - start for start, end in itertools.pairwise(ends)]
         if len(sizes) != self.num_stages or min(sizes) < self.min_blocks:
             raise ValueError(
                 f"fixed_cuts: {self.fixed_cuts} do not cut {len(self.blocks)} blocks into "
@@ -115,7 +115,7 @@ class PartitionProblem:
     def stages(self, cuts: tuple[int, ...]) -> list[range]:
         """Block indices of every stage."""
         ends = (0, *cuts, len(self.blocks))
-        return [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+        return [range(start, end) for start, end in itertools.pairwise(ends)]
 
     def use(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> StageUse:
         """What every stage takes with these cuts and one option per block."""

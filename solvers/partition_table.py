@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -46,7 +47,7 @@ class PriceTable:
 
     def arcs_of(self, path: Path) -> list[tuple[int, int]]:
         """(kind, composition) of every stage of a path."""
-        pairs = zip(path.positions, path.positions[1:], strict=False)
+        pairs = itertools.pairwise(path.positions)
         kinds = self.pricer.kind_of_stage
         return [
             (kind, int(self.pricer.run[i, j])) for kind, (i, j) in zip(kinds, pairs, strict=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CAPACITY_TOLERANCE = 1e-9
-"""A capacity is met when usage <= limit + tolerance * |limit|: sums of floats in any order agree."""
+"""A capacity is met when usage <= limit + tolerance * |limit|; float sums differ by their order."""
 
 Conflict = tuple[tuple[str, float], ...]
 """Names of constraints that cannot hold together, each with how much it falls short by."""

@@ -177,11 +177,20 @@ class ModelView:
             for name in names
         )
 
+    @cached_property
+    def _users(self) -> Mapping[str, int]:
+        """A block that each variant runs: its parameters lie as the variant needs them."""
+        return {use.variant: use.index for stage in self.plan.stages for use in stage.blocks}
+
     def variant_flow(self, variant: Variant) -> tuple[Block, BlockFlow]:
         """The first block of a variant's class and its moves."""
         block = self.chain.representative(variant.class_index)
         given, required = block_edges(self.chain, block, self.shared)
-        given |= {ref: self.parameter_layouts[ref.name] for ref in block.parameters}
+        user = self.chain.blocks[self._users[variant.name]]
+        given |= {
+            ref: self.parameter_layouts[own.name]
+            for ref, own in zip(block.parameters, user.parameters, strict=True)
+        }
         flow = block_flow(
             [self.nodes[name] for name in block.nodes],
             {choice.node: choice for choice in variant.choices},

@@ -15,7 +15,7 @@ from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.placement import R_STAR, Layout, largest_shape
+from autopar.ir.placement import R_STAR, Layout, chunk_sizes, largest_shape
 from autopar.ir.size import shape_at
 from autopar.runtime.buckets import GradientEntry, buckets
 from autopar.plan.flow import move_bytes
@@ -25,13 +25,13 @@ LOSS_BYTES = 8
 """The loss is added up in float64."""
 
 
-def micro_batch_counts(plan: Plan, samples: int | None = None) -> tuple[int, ...]:
-    """Samples of each micro-batch on the first data rank, by the convention of `torch.chunk`."""
+def micro_batch_counts(
+    plan: Plan, samples: int | None = None, data_rank: int = 0
+) -> tuple[int, ...]:
+    """Samples of each micro-batch on a data rank, by the convention of `torch.chunk`."""
     total = plan.training.global_batch if samples is None else samples
     data, count = plan.axis("data"), plan.training.micro_batches
-    whole = -(-total // count)
-    parts = [max(0, min(whole, total - i * whole)) for i in range(count)]
-    return tuple(-(-part // data) for part in parts)
+    return tuple(chunk_sizes(part, data)[data_rank] for part in chunk_sizes(total, count))
 
 
 def stage_collectives(

@@ -85,6 +85,14 @@ def test_the_text_is_laid_out_for_people(sample_plan):
     assert keys == [field.name for field in fields(Plan)]
 
 
+def test_flags_and_empty_fields_at_their_default_are_left_out(sample_plan):
+    data = json.loads(to_json(sample_plan))
+    plain, tied = data["stages"][0]["parameters"][1], data["stages"][0]["parameters"][0]
+    assert list(plain) == ["fqn", "shape", "dtype", "layout", "trainable"]
+    assert list(tied) == [*plain, "tied"]
+    assert data["stages"][0]["collectives"][-1]["count"] == 1
+
+
 def test_a_term_named_twice_is_not_written(sample_plan):
     prediction = replace(sample_plan.prediction, time_s=(("a", 1.0), ("a", 2.0)))
     with pytest.raises(PlanMismatch, match=r"prediction\.time_s: a term is named twice"):

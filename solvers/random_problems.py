@@ -1,0 +1,103 @@
+"""Random small problems with everything in them, for tests against `brute_force`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from solvers.choice_problem import Array, Capacity, ChoiceProblem, Edge
+from solvers.partition_problem import BlockOption, PartitionProblem
+
+
+def random_choice_problem(seed: int, max_nodes: int = 6) -> ChoiceProblem:
+    """Up to `max_nodes` nodes of 1-4 options: parallel and self edges, forbidden options and
+    pairs, up to three capacities, ties (small integers) or scales from 1e-3 to 1e2. Many are
+    infeasible.
+    """
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, max_nodes + 1))
+    sizes = [int(size) for size in rng.integers(1, 5, count)]
+    values = _values(rng)
+    costs = [values((size,)) for size in sizes]
+    for cost in costs:
+        cost[rng.random(len(cost)) < 0.08] = np.inf
+    edges = []
+    for _ in range(int(rng.integers(0, 2 * count + 1))):
+        src, dst = (int(node) for node in rng.integers(0, count, 2))
+        cost = values((sizes[src], sizes[dst]))
+        cost[rng.random(cost.shape) < rng.choice([0.0, 0.1, 0.4])] = np.inf
+        edges.append(Edge(src=src, dst=dst, cost=cost))
+    capacities = [_capacity(rng, f"c{i}", sizes, values) for i in range(int(rng.integers(0, 4)))]
+    return ChoiceProblem(node_costs=tuple(costs), edges=tuple(edges), capacities=tuple(capacities))
+
+
+def _values(rng: np.random.Generator) -> Callable[[tuple[int, ...]], Array]:
+    if rng.random() < 0.5:
+        return lambda shape: rng.integers(0, 6, shape).astype(float)
+    return lambda shape: rng.random(shape) * 10.0 ** rng.integers(-3, 3)
+
+
+def _capacity(
+    rng: np.random.Generator,
+    name: str,
+    sizes: list[int],
+    values: Callable[[tuple[int, ...]], Array],
+) -> Capacity:
+    members = rng.choice(len(sizes), int(rng.integers(1, len(sizes) + 1)), replace=False)
+    usages = [values((sizes[node],)) for node in members]
+    least, most = sum(u.min() for u in usages), sum(u.max() for u in usages)
+    return Capacity(
+        name=name,
+        limit=float(least + (most - least) * rng.uniform(-0.05, 0.8)),
+        members=tuple((int(node), usage) for node, usage in zip(members, usages, strict=True)),
+    )
+
+
+def random_partition_problem(seed: int) -> PartitionProblem:
+    """Up to 6 blocks of up to 3 classes on up to 4 stages, with and without sync, transients,
+    uneven capacities, slow stages, boundary costs, fixed cuts. Some are infeasible.
+    """
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 7))
+    stages = int(rng.integers(1, min(length, 4) + 1))
+    whole, sync, transient = rng.random(3) < 0.5
+
+    def value(most: float) -> float:
+        return float(rng.integers(0, most + 1)) if whole else float(rng.random() * most)
+
+    classes = tuple(
+        tuple(
+            BlockOption(
+                time_s=value(6),
+                static_bytes=value(6),
+                saved_bytes=value(3),
+                sync_s=value(9) if sync else 0.0,
+                transient_bytes=value(6) if transient else 0.0,
+            )
+            for _ in range(int(rng.integers(1, 4)))
+        )
+        for _ in range(int(rng.integers(1, 4)))
+    )
+    in_flight = range(stages, 0, -1) if rng.random() < 0.6 else rng.integers(1, 5, stages)
+    even = rng.random() < 0.7
+    capacities = [rng.integers(5, 45)] * stages if even else rng.integers(4, 60, stages)
+    scale = rng.choice([1.0, 1.5, 2.0], stages) if rng.random() < 0.3 else ()
+    fixed = rng.integers(0, 4, stages) if rng.random() < 0.3 else ()
+    boundary = [value(3) for _ in range(length - 1)] if rng.random() < 0.4 else ()
+    cuts = None
+    if rng.random() < 0.2:
+        cuts = tuple(sorted(int(c) + 1 for c in rng.permutation(length - 1)[: stages - 1]))
+    return PartitionProblem(
+        blocks=tuple(int(kind) for kind in rng.integers(0, len(classes), length)),
+        classes=classes,
+        num_stages=stages,
+        in_flight=tuple(int(count) for count in in_flight),
+        capacity_bytes=tuple(float(capacity) for capacity in capacities),
+        num_micro_batches=int(rng.choice([1, 2, 4, 16])),
+        time_scale=tuple(float(factor) for factor in scale),
+        stage_fixed_bytes=tuple(float(size) for size in fixed),
+        boundary_s=tuple(boundary),
+        fixed_cuts=cuts,
+        min_blocks=2 if cuts is None and rng.random() < 0.15 else 1,
+    )
