@@ -124,22 +124,22 @@ def codegen(options: Namespace) -> int:
 
 def verify(options: Namespace) -> int:
     """Answer whether the parallel program gives what the model gives on one device."""
-    from autopar import compiler
+    from autopar import local
 
     source, request, given = _request(options)
     with progress() as report:
-        result = compiler.verify_source(source, options.cluster, request, given, report)
+        result = local.verify_source(source, options.cluster, request, given, report)
     _print(options, result.as_dict(), result.text)
     return _DONE if result.ok else _NO
 
 
 def train(options: Namespace) -> int:
     """Train for some steps, in parallel."""
-    from autopar import compiler
+    from autopar import local
 
     source, request, given = _request(options)
     with progress() as report:
-        result = compiler.train_source(
+        result = local.train_source(
             source, options.cluster, request, given, options.steps, report
         )
     _print(options, result, _mapping_text(result))

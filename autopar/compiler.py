@@ -182,6 +182,16 @@ def _dtype(precision: str) -> torch.dtype | None:
     return None if precision == "fp32" else DTYPES[precision]
 
 
+def adopt_source(
+    plan: Plan, source: ModelSource, cluster: str | None, progress: Progress = _quiet
+) -> Planned:
+    """A plan that was made before, for a model by name."""
+    options = PlanOptions(precision=plan.training.precision)
+    progress("building the model", None)
+    model, batch, loss_fn = build_meta(source, options)
+    return adopt_plan(plan, model, batch, cluster=cluster, loss_fn=loss_fn, progress=progress)
+
+
 def plan_source(
     source: ModelSource, cluster: str, options: PlanOptions, progress: Progress = _quiet
 ) -> Planned:

@@ -37,7 +37,13 @@ class ModelSource:
         `samples` asks for a batch of that many samples where the source can make one. Floating
         parameters and inputs are cast to `dtype`.
         """
-        with torch.device(device):
+        try:
+            with torch.device(device):
+                model, batch, loss_fn = self.make(samples)
+        except (RuntimeError, NotImplementedError, TypeError):
+            if device != "meta":
+                raise
+            # Code that reads values while it builds cannot run without them.
             model, batch, loss_fn = self.make(samples)
         if dtype is not None:
             model = model.to(dtype)

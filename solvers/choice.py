@@ -1,8 +1,9 @@
 """One option per node, node and edge costs, capacities over live sets: the sharding ILP.
 
 `solve_choice` reduces the problem exactly (`choice_presolve`), which alone solves most graphs
-without a binding capacity; what is left goes to an engine in flow form (`choice_ilp`), first its
-linear relaxation, which is taken where it is integral.
+without a binding capacity. Prices on the capacities then give a bound and a solution
+(`choice_lagrangian`); where these do not meet the wanted gap, what is left goes to an engine in
+flow form (`choice_ilp`), first its linear relaxation, which is taken where it is integral.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from solvers.backends import Backend, get_backend
 from solvers.choice_core import Core, Infeasible, build_core
 from solvers.choice_ilp import ChoiceModel, build_model
+from solvers.choice_lagrangian import Relaxed, relax_capacities
 from solvers.choice_presolve import reduce_core
 from solvers.choice_problem import Capacity, ChoiceProblem, ChoiceSolution, Edge
 from solvers.solution import Conflict, Status, fits, label, relative_gap
@@ -24,6 +26,8 @@ __all__ = ["Capacity", "ChoiceProblem", "ChoiceSolution", "Edge", "solve_choice"
 
 _SHRINK = 1e-6
 _PRESOLVE = "presolve"
+_PRICES = "prices"
+_RELAX_SHARE = 0.5
 
 
 def solve_choice(
@@ -43,7 +47,7 @@ def solve_choice(
     except Infeasible:
         return _infeasible(run)
     if core.costs:
-        return _solve_core(run, core)
+        return _solve_core(run, core, _relax(run, core))
     choices = core.choices({}, len(problem.node_costs))
     objective = problem.objective(choices)
     return run.solution(choices=choices, bound=objective, engine=_PRESOLVE, integral=True)
@@ -104,7 +108,48 @@ class _Run:
         return tuple(sorted(exceeded))
 
 
-def _solve_core(run: _Run, core: Core) -> ChoiceSolution:
+def _relax(run: _Run, core: Core) -> Relaxed:
+    """Prices on the capacities: a bound and maybe a solution, at little cost."""
+
+    def objective(choices: tuple[int, ...]) -> float:
+        fitting = run.within_capacities(choices)
+        return run.problem.objective(choices) if fitting else math.inf
+
+    nothing = Relaxed(bound=-math.inf, choices=None)
+    if not core.capacities:
+        return nothing
+    deadline = run.started + _RELAX_SHARE * run.limit_s
+    count = len(run.problem.node_costs)
+    relaxed = relax_capacities(core, count, objective, run.engine, deadline=deadline, gap=run.gap)
+    return relaxed or nothing
+
+
+def _solve_core(run: _Run, core: Core, relaxed: Relaxed) -> ChoiceSolution:
+    """The ILP of the core, unless the prices on its capacities settled it already."""
+    known = run.solution(
+        choices=relaxed.choices,
+        bound=relaxed.bound,
+        engine=_PRICES,
+        integral=True,
+        status=None if relaxed.choices else Status.TIME_LIMIT,
+    )
+    if known.status is Status.OPTIMAL:
+        return known
+    exact = _solve_ilp(run, core)
+    if exact.status is Status.INFEASIBLE:
+        return exact
+    bound = max(exact.bound, known.bound)
+    best = exact if exact.objective <= known.objective else known
+    return run.solution(
+        choices=best.choices,
+        bound=bound,
+        num_variables=exact.num_variables,
+        integral=exact.integral_relaxation,
+        status=None if best.choices else Status.TIME_LIMIT,
+    )
+
+
+def _solve_ilp(run: _Run, core: Core) -> ChoiceSolution:
     """Relaxation, then the ILP; once more with limits a hair tighter if rounding exceeded one."""
     model = build_model(core)
     count = len(model.lp.variables())

@@ -63,7 +63,7 @@ def random_partition_problem(seed: int) -> PartitionProblem:
     stages = int(rng.integers(1, min(length, 4) + 1))
     whole, sync, transient = rng.random(3) < 0.5
 
-    def value(most: float) -> float:
+    def value(most: int) -> float:
         return float(rng.integers(0, most + 1)) if whole else float(rng.random() * most)
 
     classes = tuple(

@@ -89,7 +89,7 @@ class Flow:
         for i, node in enumerate(self.main):
             last.update({ref: i for ref in node.inputs() if ref.name in self.position})
         if self.graph.loss is not None and self.graph.loss.name in self.position:
-            pass
+            last[self.graph.loss] = len(self.main)
         return last
 
     def _profile(self) -> tuple[list[int], list[int]]:

@@ -160,7 +160,7 @@ def _unary(name: str) -> Printer:
     return lambda call: f"torch.{name}({call.args[0]})"
 
 
-_UNARY = ("abs", "cos", "erf", "exp", "log", "log1p", "neg", "reciprocal", "rsqrt", "sigmoid")
+_UNARY: tuple[str, ...] = ("abs", "cos", "erf", "exp", "log", "log1p", "neg", "reciprocal", "rsqrt", "sigmoid")
 _UNARY += ("sign", "sin", "sqrt", "square", "tanh", "relu", "logical_not", "isnan", "isinf")
 
 PRINTERS: dict[str, Printer] = {

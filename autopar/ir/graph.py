@@ -157,7 +157,9 @@ class OpGraph:
 
     def producers(self) -> dict[str, Source | OpNode]:
         """Name to producer of every value."""
-        return {item.name: item for item in (*self.sources, *self.nodes)}
+        found: dict[str, Source | OpNode] = {source.name: source for source in self.sources}
+        found.update({node.name: node for node in self.nodes})
+        return found
 
     def specs(self) -> dict[Ref, TensorSpec]:
         """Spec of every value in the graph."""

@@ -7,10 +7,11 @@ choose, so this axis is settled once for the whole graph.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
+from autopar.ir.graph import Arg, OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import R_STAR, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.attention import ATTENTION_DROPOUT
@@ -43,8 +44,9 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
     walk goes on as if it did not, so that only causes are named, not what follows from them.
     """
     setup_sums: list[str] = []
+    known: dict[Hashable, AxisStrategy | None] = {}
     while True:
-        walk = _Walk(graph=graph, specs=graph.specs(), summed=frozenset(setup_sums))
+        walk = _Walk(graph=graph, specs=graph.specs(), summed=frozenset(setup_sums), known=known)
         walk.run()
         fresh = [name for name in walk.wanted_sums if name not in setup_sums]
         if not fresh:
@@ -60,11 +62,15 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
 
 @dataclass(kw_only=True)
 class _Walk:
-    """One pass over the nodes. `summed` are the setup sums known so far, `wanted_sums` new ones."""
+    """One pass over the nodes. `summed` are the setup sums known so far, `wanted_sums` new ones.
+
+    `known` has the strategies found so far: layers repeat, so few nodes need a search.
+    """
 
     graph: OpGraph
     specs: dict[Ref, TensorSpec]
     summed: frozenset[str]
+    known: dict[Hashable, AxisStrategy | None]
     values: dict[Ref, Placement] = field(default_factory=dict)
     setup: set[str] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
@@ -117,6 +123,23 @@ class _Walk:
 
     def _choose(self, node: OpNode) -> None:
         """The strategy that fits the values at hand with the fewest moves."""
+        refs = node.inputs()
+        key = (
+            *_anonymous(node),
+            tuple((self.specs[ref], self.values[ref], ref.name in self.setup) for ref in refs),
+        )
+        if key not in self.known:
+            self.known[key] = self._best(node)
+        strategy = self.known[key]
+        if strategy is None:
+            self._couple(node, self._reason(node))
+            return
+        for ref, wanted in zip(refs, strategy.inputs, strict=True):
+            if self.values[ref] == P and wanted != P and ref.name not in self.wanted_sums:
+                self.wanted_sums.append(ref.name)
+        self._take(node, strategy)
+
+    def _best(self, node: OpNode) -> AxisStrategy | None:
         candidates = axis_strategies(
             node, self.specs, size=_PROBE, batch=_PROBE, hints=self._interleaved(node)
         )
@@ -126,14 +149,7 @@ class _Walk:
             if _keeps_samples_apart(node, strategy)
             and (cost := self._moves(node, strategy)) is not None
         ]
-        if not priced:
-            self._couple(node, self._reason(node))
-            return
-        strategy = candidates[min(priced)[1]]
-        for ref, wanted in zip(node.inputs(), strategy.inputs, strict=True):
-            if self.values[ref] == P and wanted != P and ref.name not in self.wanted_sums:
-                self.wanted_sums.append(ref.name)
-        self._take(node, strategy)
+        return candidates[min(priced)[1]] if priced else None
 
     def _interleaved(self, node: OpNode) -> Hints:
         """Pieces of dims in which samples lie inside another factor, as in `(seq batch)`.
@@ -236,6 +252,20 @@ class _Walk:
                 return None
             placements.append(self.values[ref])
         return AxisStrategy(inputs=tuple(placements), outputs=(Shard(out_dim),))
+
+
+def _anonymous(node: OpNode) -> tuple[Hashable, ...]:
+    """What a rule sees of a node, without names."""
+    refs = node.inputs()
+
+    def nameless(arg: Arg) -> Hashable:
+        if isinstance(arg, Ref):
+            return ("input", refs.index(arg))
+        # True, 1 and 1.0 are equal as keys but not as arguments
+        return tuple(map(nameless, arg)) if isinstance(arg, tuple) else (type(arg), arg)
+
+    kwargs = tuple((name, nameless(value)) for name, value in node.kwargs)
+    return node.target, tuple(map(nameless, node.args)), kwargs, node.outputs
 
 
 def _source_placement(source: Source) -> Placement:

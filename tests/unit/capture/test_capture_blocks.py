@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture, check_chain, find_blocks
+from autopar.capture.flow import Flow
 from autopar.errors import CaptureError
 from autopar.ir.blocks import BlockChain
 from autopar.ir.graph import OpGraph, Ref
@@ -238,6 +239,16 @@ def test_outputs_besides_the_loss_cross_nothing():
 
     chain = chain_of(WithLogits(8, 8, 8, 8), X, X, min_blocks=3)
     assert all(len(crossing) == 1 for crossing in chain.boundaries)
+
+
+def test_the_loss_crosses_what_comes_after_it():
+    class Auxiliary(MLP):
+        def forward(self, x, y):
+            return {"loss": super().forward(x, y), "extra": self.layers[0](y).relu()}
+
+    flow = Flow(capture(Auxiliary(8, 8), (X, X)).graph)
+    assert flow.main[-1].op == "aten.relu"
+    assert flow.graph.loss in flow.crossing(len(flow) - 1)
 
 
 def test_random_numbers_are_drawn_in_one_block():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture, first_difference, same_when_evaluating, verify_capture
 from autopar.errors import CaptureError
+from autopar.ir.graph import Ref
 
 X = torch.arange(16, dtype=torch.float32).reshape(4, 4).sin()
 
@@ -56,6 +57,18 @@ def test_other_arguments_than_the_mode_do_count():
     nodes = list(graph.nodes)
     nodes[i] = replace(nodes[i], args=(nodes[i].args[0], 0.25, True))
     assert not same_when_evaluating(graph, replace(graph, nodes=tuple(nodes)))
+
+
+def test_names_and_memory_moves_do_not_count_but_wiring_does():
+    graph = capture(Model(), (X,)).graph
+    first, second, *rest = graph.nodes
+    move = replace(first, name="move", target="aten.contiguous.default", args=(Ref("h"),))
+    renamed = replace(first, name="h")
+    moved = replace(second, args=(Ref("move"), *second.args[1:]))
+    same = replace(graph, nodes=(renamed, move, moved, *rest))
+    assert first_difference(graph, same) is None
+    rewired = replace(second, args=(Ref("input_0"), *second.args[1:]))
+    assert first_difference(graph, replace(graph, nodes=(first, rewired, *rest))) is not None
 
 
 def test_verification_draws_the_same_random_numbers():

@@ -210,3 +210,28 @@ def test_interleaved_samples_are_neither_dropped_out_nor_returned():
     loss = b.op("loss", "aten.sum.default", dropped, out=())
     axis = batch_axis(b.build(loss, flat))
     assert [name for name, _ in axis.coupled] == ["drop", "flat"]
+
+
+def test_a_tensor_with_two_batch_dims_is_coupled():
+    """Locally both dims would shrink."""
+    b = Builder()
+    x = b.input("x", "batch", 1)
+    wide = b.op("wide", "aten.expand.default", x, (), out=("batch", "batch"))
+    axis = batch_axis(b.build(b.op("loss", "aten.sum.default", wide, out=())))
+    assert [name for name, _ in axis.coupled] == ["wide"]
+
+
+def test_equal_nodes_with_different_numbers_are_told_apart():
+    """Strategies are remembered by op and arguments: dim 0 must not pass for dim 1."""
+    b = Builder()
+    y = b.input("y", "batch", 4)
+    b.op("inner", "aten.sum.dim_IntList", y, (1,), out=("batch",))
+    b.op("outer", "aten.sum.dim_IntList", y, (0,), out=(4,))
+    b.op("kept", "aten.dropout.default", y, 0.5, False, out=("batch", 4))
+    b.op("drop", "aten.dropout.default", y, 0.5, True, out=("batch", 4))
+    loss = b.op("loss", "aten.sum.default", y, out=())
+    texts = _texts(batch_axis(b.build(loss)))
+    assert texts["inner"] == "S(0) -> S(0)"
+    assert texts["outer"] == "S(0) -> P(sum)"
+    assert texts["kept"] == "S(0) -> S(0)"
+    assert texts["drop"] == "S(0) -> S(0) [dropout]"

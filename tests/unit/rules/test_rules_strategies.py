@@ -228,3 +228,10 @@ def test_a_tensor_read_twice_has_two_placements():
     graph = builder.build()
     found = axis_strategies(graph.nodes[0], {Ref("x"): spec(8, 8)}, size=2, batch=1)
     assert "S(1), S(0) -> P(sum)" in [str(s) for s in found]
+
+
+def test_attention_heads_split_into_equal_parts_only():
+    target = "aten.scaled_dot_product_attention.default"
+    shape = ("batch", 6, 16, 8)
+    found = strategies(target, [spec(*shape)] * 3, shape, None, 0.0, True, size=4)
+    assert found[2:] == ["S(0), S(0), S(0) -> S(0)"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -177,7 +178,7 @@ def test_more_capacity_is_never_worse():
     objectives = [
         solve_choice(with_budget(problem, share)).objective for share in np.linspace(0, 1, 9)
     ]
-    for tighter, looser in zip(objectives, objectives[1:], strict=False):
+    for tighter, looser in itertools.pairwise(objectives):
         assert looser <= tighter * (1 + 2e-6)
     assert objectives[-1] < objectives[0]
 
