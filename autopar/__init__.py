@@ -32,6 +32,7 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import Parallel, parallelize
     from autopar.costs.clusters import parse_cluster
+    from autopar.devices import measured_cluster
     from autopar.ir.cluster import Cluster
     from autopar.plan.plan import Plan
     from autopar.plan.serialize import read_plan, write_plan
@@ -52,6 +53,7 @@ __all__ = [
     "VerificationError",
     "deferred_init",
     "launch",
+    "measured_cluster",
     "parallelize",
     "parse_cluster",
     "read_plan",
@@ -64,6 +66,7 @@ _WHERE = {
     "Plan": "autopar.plan.plan",
     "deferred_init": "autopar.runtime.deferred",
     "launch": "autopar.runtime.launch",
+    "measured_cluster": "autopar.devices",
     "parallelize": "autopar.api",
     "parse_cluster": "autopar.costs.clusters",
     "read_plan": "autopar.plan.serialize",

@@ -305,7 +305,7 @@ def _refuse_stale_optimizers(model: nn.Module, given: OptimizerSpec | None) -> N
     """An optimizer that goes on stepping the original weights would train nothing, silently."""
     own = {id(p) for p in model.parameters()}
     for other in gc.get_objects():
-        if isinstance(other, Optimizer) and other is not given:
+        if issubclass(type(other), Optimizer) and other is not given:
             if any(id(p) in own for group in other.param_groups for p in group["params"]):
                 raise InputError(
                     f"a {type(other).__name__} was built on this model's parameters, which the "

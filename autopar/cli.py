@@ -171,6 +171,8 @@ def _two_plans(parser: argparse.ArgumentParser) -> None:
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="SPEC", required=True, help=_CLUSTER_HELP)
+    text = "price local processes with the table of devices, not as measured on this machine"
+    parser.add_argument("--no-measure", action="store_true", help=text)
 
 
 def _given_plan(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from autopar.progress import Report, progress
 
 if TYPE_CHECKING:
     from autopar.compiler import ModelSource, Planned, PlanOptions
+    from autopar.ir.cluster import Cluster
 
 _DONE, _NO = 0, 1
 
@@ -44,7 +45,7 @@ def plan(options: Namespace) -> int:
     request = _plan_options(options)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
     with progress() as report:
-        planned = compiler.plan_source(source, options.cluster, request, report)
+        planned = compiler.plan_source(source, _cluster(options, report), request, report)
     if options.output:
         write_plan(planned.plan, options.output)
     summary = plan_summary(planned.plan) | {"output": options.output}
@@ -128,7 +129,8 @@ def verify(options: Namespace) -> int:
 
     source, request, given = _request(options)
     with progress() as report:
-        result = local.verify_source(source, options.cluster, request, given, report)
+        cluster = _cluster(options, report)
+        result = local.verify_source(source, cluster, request, given, report)
     _print(options, result.as_dict(), result.text)
     return _DONE if result.ok else _NO
 
@@ -139,9 +141,8 @@ def train(options: Namespace) -> int:
 
     source, request, given = _request(options)
     with progress() as report:
-        result = local.train_source(
-            source, options.cluster, request, given, options.steps, report
-        )
+        cluster = _cluster(options, report)
+        result = local.train_source(source, cluster, request, given, options.steps, report)
     _print(options, result, _mapping_text(result))
     return _DONE
 
@@ -235,6 +236,16 @@ def _adopt(found: Plan, source: ModelSource, report: Report) -> Planned:
     request = compiler.PlanOptions(precision=found.training.precision)
     model, batch, loss_fn = compiler.build_meta(source, request)
     return compiler.adopt_plan(found, model, batch, loss_fn=loss_fn, progress=report)
+
+
+def _cluster(options: Namespace, report: Report) -> Cluster:
+    """The cluster asked for, its local processes as measured on this machine if not told not to."""
+    from autopar import devices
+    from autopar.costs.clusters import parse_cluster
+
+    if options.no_measure:
+        return parse_cluster(devices.resolve(options.cluster))
+    return devices.measured_cluster(options.cluster, progress=report)
 
 
 def _plan_options(options: Namespace) -> PlanOptions:

@@ -183,7 +183,7 @@ def _dtype(precision: str) -> torch.dtype | None:
 
 
 def adopt_source(
-    plan: Plan, source: ModelSource, cluster: str | None, progress: Progress = _quiet
+    plan: Plan, source: ModelSource, cluster: Cluster | str | None, progress: Progress = _quiet
 ) -> Planned:
     """A plan that was made before, for a model by name."""
     options = PlanOptions(precision=plan.training.precision)
@@ -193,10 +193,10 @@ def adopt_source(
 
 
 def plan_source(
-    source: ModelSource, cluster: str, options: PlanOptions, progress: Progress = _quiet
+    source: ModelSource, cluster: Cluster | str, options: PlanOptions, progress: Progress = _quiet
 ) -> Planned:
     """Plan a model by name, without allocating it."""
-    where = parse_cluster(cluster)
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     progress("building the model", None)
     model, batch, loss_fn = build_meta(source, options)
     batch_size = options.global_batch or source.default_batch

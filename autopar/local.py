@@ -13,6 +13,7 @@ from autopar.codegen.traffic import micro_batch_counts, stage_collectives, total
 from autopar.compiler import Planned, PlanOptions, adopt_source, plan_source, write_program
 from autopar.costs.clusters import parse_cluster
 from autopar.errors import InputError
+from autopar.ir.cluster import Cluster
 from autopar.ir.collective import Collective
 from autopar.jobs import Job, optimizer_class, train_job, verify_job
 from autopar.plan.plan import Plan
@@ -84,7 +85,7 @@ class VerifyReport:
 
 def verify_source(
     source: ModelSource,
-    cluster: str,
+    cluster: Cluster | str,
     options: PlanOptions,
     plan: Plan | None,
     progress: Progress,
@@ -105,7 +106,7 @@ def verify_source(
 
 def train_source(
     source: ModelSource,
-    cluster: str,
+    cluster: Cluster | str,
     options: PlanOptions,
     plan: Plan | None,
     steps: int,
@@ -176,16 +177,16 @@ def _shown(item: Collective) -> str:
 
 def _prepare(
     source: ModelSource,
-    cluster: str,
+    cluster: Cluster | str,
     options: PlanOptions,
     plan: Plan | None,
     progress: Progress,
     steps: int,
 ) -> tuple[Planned, Job]:
-    where = parse_cluster(cluster)
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if where.device(0).kind != "cpu":
         raise InputError(
-            f"cluster {cluster}: verify and train start local CPU processes; give local:N. On "
+            f"cluster {where.spec}: verify and train start local CPU processes; give local:N. On "
             "other clusters start a script of your own with torchrun and call autopar.parallelize"
         )
     precision = options.precision if plan is None else plan.training.precision
@@ -196,9 +197,9 @@ def _prepare(
         )
     optimizer_class(options.optimizer)
     if plan is None:
-        planned = plan_source(source, cluster, options, progress)
+        planned = plan_source(source, where, options, progress)
     else:
-        planned = adopt_source(plan, source, cluster, progress)
+        planned = adopt_source(plan, source, where, progress)
     training = planned.plan.training
     job = Job(
         source=source.spec,

@@ -27,7 +27,8 @@ __all__ = ["Capacity", "ChoiceProblem", "ChoiceSolution", "Edge", "solve_choice"
 _SHRINK = 1e-6
 _PRESOLVE = "presolve"
 _PRICES = "prices"
-_RELAX_SHARE = 0.5
+_PRICES_SHARE = 0.5
+_WORTH_ANOTHER = 0.8
 
 
 def solve_choice(
@@ -46,11 +47,15 @@ def solve_choice(
         reduce_core(core)
     except Infeasible:
         return _infeasible(run)
-    if core.costs:
-        return _solve_core(run, core, _relax(run, core))
-    choices = core.choices({}, len(problem.node_costs))
-    objective = problem.objective(choices)
-    return run.solution(choices=choices, bound=objective, engine=_PRESOLVE, integral=True)
+    known = _price_capacities(run, core)
+    if not core.costs:
+        choices = core.choices({}, len(problem.node_costs))
+        bound = min(problem.objective(choices), known.objective)
+        engine = _PRICES if known.status.has_solution else _PRESOLVE
+        return run.best(known, choices, bound=bound, engine=engine, integral=True)
+    if known.status is Status.OPTIMAL:
+        return known
+    return _solve_core(run, core, known)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,6 +100,28 @@ class _Run:
             integral_relaxation=integral,
         )
 
+    def best(
+        self,
+        known: ChoiceSolution,
+        choices: tuple[int, ...] | None,
+        *,
+        bound: float,
+        engine: str | None = None,
+        num_variables: int = 0,
+        integral: bool = False,
+    ) -> ChoiceSolution:
+        """The better of the known solution and `choices`, with a bound; TIME_LIMIT if neither."""
+        if choices is None or self.problem.objective(choices) > known.objective:
+            choices = known.choices
+        return self.solution(
+            choices=choices,
+            bound=bound,
+            engine=engine,
+            num_variables=num_variables,
+            integral=integral,
+            status=Status.TIME_LIMIT if choices is None else None,
+        )
+
     def within_capacities(self, choices: tuple[int, ...]) -> bool:
         return not self.shortfalls(choices)
 
@@ -108,44 +135,60 @@ class _Run:
         return tuple(sorted(exceeded))
 
 
-def _relax(run: _Run, core: Core) -> Relaxed:
-    """Prices on the capacities: a bound and maybe a solution, at little cost."""
+def _price_capacities(run: _Run, core: Core) -> ChoiceSolution:
+    """Bound, and maybe solve, by pricing the capacities; shrinks the core by what that rules out.
+
+    Whatever beats the solution returned is still in the core.
+    """
 
     def objective(choices: tuple[int, ...]) -> float:
         fitting = run.within_capacities(choices)
         return run.problem.objective(choices) if fitting else math.inf
 
-    nothing = Relaxed(bound=-math.inf, choices=None)
-    if not core.capacities:
-        return nothing
-    deadline = run.started + _RELAX_SHARE * run.limit_s
+    known = run.solution(choices=None, bound=-math.inf, status=Status.TIME_LIMIT)
+    deadline = run.started + _PRICES_SHARE * run.limit_s
     count = len(run.problem.node_costs)
-    relaxed = relax_capacities(core, count, objective, run.engine, deadline=deadline, gap=run.gap)
-    return relaxed or nothing
+    size = core.size()
+    while core.capacities and core.costs and time.perf_counter() < deadline:
+        relaxed = relax_capacities(
+            core, count, objective, run.engine, deadline=deadline, gap=run.gap
+        )
+        if relaxed is None:
+            break
+        bound = max(relaxed.bound, known.bound)
+        known = run.best(known, relaxed.choices, bound=bound, engine=_PRICES, integral=True)
+        if known.status is Status.OPTIMAL or not _keep_useful(core, relaxed):
+            break
+        size, before = core.size(), size
+        if size > _WORTH_ANOTHER * before:
+            break
+    return known
 
 
-def _solve_core(run: _Run, core: Core, relaxed: Relaxed) -> ChoiceSolution:
-    """The ILP of the core, unless the prices on its capacities settled it already."""
-    known = run.solution(
-        choices=relaxed.choices,
-        bound=relaxed.bound,
-        engine=_PRICES,
-        integral=True,
-        status=None if relaxed.choices else Status.TIME_LIMIT,
-    )
-    if known.status is Status.OPTIMAL:
-        return known
+def _keep_useful(core: Core, relaxed: Relaxed) -> bool:
+    """Drop the options that no better solution uses; False if not even rounding leaves any."""
+    try:
+        for node, options in sorted(relaxed.useful.items()):
+            core.keep(node, np.flatnonzero(np.isin(core.options[node], options)))
+        reduce_core(core)
+    except Infeasible:
+        return False
+    return True
+
+
+def _solve_core(run: _Run, core: Core, known: ChoiceSolution) -> ChoiceSolution:
+    """The ILP of the core; the better of its solution and the one known."""
     exact = _solve_ilp(run, core)
     if exact.status is Status.INFEASIBLE:
-        return exact
-    bound = max(exact.bound, known.bound)
-    best = exact if exact.objective <= known.objective else known
-    return run.solution(
-        choices=best.choices,
+        # whatever beats the known solution would have been in the core
+        return run.best(known, None, bound=known.objective) if known.choices else exact
+    bound = max(known.bound, min(exact.bound, known.objective))
+    return run.best(
+        known,
+        exact.choices,
         bound=bound,
         num_variables=exact.num_variables,
         integral=exact.integral_relaxation,
-        status=None if best.choices else Status.TIME_LIMIT,
     )
 
 

@@ -12,19 +12,27 @@ from numpy.typing import NDArray
 from solvers.choice_problem import Array, ChoiceProblem
 
 
+Factor = tuple[tuple[int, ...], Array]
+"""Nodes, and a table of costs with a dim for each, in that order."""
+
+
 class Infeasible(Exception):
     """No option of some node is left, or the least usage exceeds a capacity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Eliminated:
-    """A node minimised out: `best` gives its local option for its neighbours' local options."""
+    """A node minimised out: `best` gives its local option for its neighbours' local options.
+
+    `factors` are the cost tables it was part of, each with the nodes of its dims.
+    """
 
     node: int
     options: NDArray[np.intp]
     neighbours: tuple[int, ...]
     neighbour_options: tuple[NDArray[np.intp], ...]
     best: NDArray[np.intp]
+    factors: tuple[Factor, ...]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -70,6 +78,11 @@ class Core:
         """Store `cost` [node, other] in both directions."""
         self.edges[node][other] = cost
         self.edges[other][node] = cost.T
+
+    def size(self) -> int:
+        """Variables of the ILP: options, and pairs of options on edges."""
+        pairs = sum(m.size for around in self.edges.values() for m in around.values())
+        return sum(map(len, self.options.values())) + pairs // 2
 
     def limited(self) -> set[int]:
         """Nodes that some capacity touches."""

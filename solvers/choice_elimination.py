@@ -16,15 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.choice_core import Core, Eliminated, Infeasible, drop_forbidden
+from solvers.choice_core import Core, Eliminated, Factor, Infeasible, drop_forbidden
 from solvers.choice_problem import Array
 
 _PAIRWISE_DEGREE = 2
 _MAX_WORK = 1e8
 _MAX_TABLE = 4e6
-
-Factor = tuple[tuple[int, ...], Array]
-"""A cost table and the nodes of its dims, ascending."""
 
 
 def eliminate_pairwise(core: Core, limited: set[int]) -> set[int]:
@@ -64,8 +61,11 @@ def _worthwhile(core: Core, node: int, limited: set[int]) -> bool:
 
 def _eliminate_node(core: Core, node: int) -> None:
     neighbours = tuple(sorted(core.edges[node]))
-    least, best = minimise(core.costs[node], [core.edges[node][other] for other in neighbours])
-    _record(core, node, neighbours, best)
+    matrices = [core.edges[node][other] for other in neighbours]
+    least, best = minimise(core.costs[node], matrices)
+    pairs = ((node, other) for other in neighbours)
+    factors = [((node,), core.costs[node]), *zip(pairs, matrices, strict=True)]
+    _record(core, node, neighbours, best, factors)
     _remove(core, node)
     if not neighbours:
         core.constant += float(least)
@@ -95,7 +95,13 @@ def minimise(cost: Array, matrices: Sequence[Array]) -> tuple[Array, NDArray[np.
     return least, best
 
 
-def _record(core: Core, node: int, neighbours: tuple[int, ...], best: NDArray[np.intp]) -> None:
+def _record(
+    core: Core,
+    node: int,
+    neighbours: tuple[int, ...],
+    best: NDArray[np.intp],
+    factors: Sequence[Factor],
+) -> None:
     core.eliminated.append(
         Eliminated(
             node=node,
@@ -103,6 +109,7 @@ def _record(core: Core, node: int, neighbours: tuple[int, ...], best: NDArray[np
             neighbours=neighbours,
             neighbour_options=tuple(core.options[other] for other in neighbours),
             best=best,
+            factors=tuple(factors),
         )
     )
 
@@ -172,7 +179,7 @@ def _eliminate_component(core: Core, order: list[int]) -> None:
         factors = [factor for factor in factors if node not in factor[0]]
         around = tuple(sorted(set(itertools.chain(*(nodes for nodes, _ in mine))) - {node}))
         least, best = _minimise_factors(node, around, mine, size)
-        _record(core, node, around, best)
+        _record(core, node, around, best, mine)
         if around:
             factors.append((around, least))
         elif np.isfinite(least):

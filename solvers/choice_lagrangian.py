@@ -3,7 +3,8 @@
 With a price per unit of each capacity moved into the node costs, what is left has no capacities
 and is minimised exactly by elimination, in milliseconds where tables stay small. Any prices give a
 lower bound; the best are found by Kelley's cutting planes (J. SIAM 8, 1960), and the choices met
-on the way that fit are solutions. Where bound and solution meet the wanted gap, no ILP is needed.
+on the way that fit are solutions. Where bound and solution meet the wanted gap, no ILP is needed; else
+an option whose own bound (`choice_marginals`) exceeds the solution's cost is in no better one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pulp
+from numpy.typing import NDArray
 
 from solvers.backends import Backend
 from solvers.choice_core import Core
 from solvers.choice_elimination import eliminate_components, eliminate_pairwise
+from solvers.choice_marginals import min_marginals
 from solvers.choice_problem import Array
 from solvers.solution import Status, relative_gap
 
@@ -30,10 +33,14 @@ _MAX_SWEEPS = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaxed:
-    """A proven lower bound, and the best choices (of all nodes) found that fit, if any."""
+    """A proven lower bound, and the best choices (of all nodes) found that fit, if any.
+
+    `useful` holds, per node of the core, the original options that a better solution may use.
+    """
 
     bound: float
     choices: tuple[int, ...] | None
+    useful: dict[int, NDArray[np.intp]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,28 +66,43 @@ def relax_capacities(
     where elimination leaves nodes over.
     """
     units = np.array([c.scale or 1.0 for c in core.capacities])
+    limits = np.array([c.limit for c in core.capacities]) / units
     prices = np.zeros(len(units))
-    bound, best, value = -math.inf, None, math.inf
+    bound, choices, value = -math.inf, None, math.inf
+    tightest: tuple[Core, float] | None = None
     cuts: list[_Cut] = []
     for _ in range(_MAX_ROUNDS):
         priced = _eliminate_priced(core, prices / units)
         if priced is None:
             return None
-        excess = (_usage(core, priced, count) - [c.limit for c in core.capacities]) / units
-        limits = np.array([c.limit for c in core.capacities]) / units
-        bound = max(bound, priced.constant - float(prices @ limits))
-        choices = improve(core, priced.choices({}, count))
-        found = objective(choices)
-        if found < value:
-            best, value = choices, found
-        cuts.append(_Cut(cost=priced.constant - float(prices @ (excess + limits)), excess=excess))
+        paid = float(prices @ limits)
+        if priced.constant - paid > bound or tightest is None:
+            bound, tightest = priced.constant - paid, (priced, paid)
+        minimiser = priced.choices({}, count)
+        improved = improve(core, minimiser)
+        if objective(improved) < value:
+            choices, value = improved, objective(improved)
+        usage = _usage(core, minimiser) / units
+        cuts.append(_Cut(cost=priced.constant - float(prices @ usage), excess=usage - limits))
         if relative_gap(value, bound) <= gap or time.perf_counter() > deadline:
             break
         master = _best_prices(cuts, engine)
         if master is None or master[0] <= bound + _CONVERGED * abs(bound):
             break
         prices = master[1]
-    return Relaxed(bound=bound, choices=best)
+    useful = _useful(core, tightest, value) if tightest and choices else {}
+    return Relaxed(bound=bound, choices=choices, useful=useful)
+
+
+def _useful(core: Core, tightest: tuple[Core, float], value: float) -> dict[int, NDArray[np.intp]]:
+    """Per node of the core, the options whose own lower bound does not exceed `value`."""
+    priced, paid = tightest
+    steps = [step for step in priced.eliminated if step.node in core.costs]
+    marginals = min_marginals(steps, priced.constant)
+    if marginals is None:
+        return {}
+    allowed = value + paid + _CONVERGED * (abs(value) + abs(paid))
+    return {node: options[least <= allowed] for node, (options, least) in marginals.items()}
 
 
 def improve(core: Core, choices: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,8 +154,7 @@ def _eliminate_priced(core: Core, prices: Array) -> Core | None:
     return None if priced.costs else priced
 
 
-def _usage(core: Core, priced: Core, count: int) -> Array:
-    choices = priced.choices({}, count)
+def _usage(core: Core, choices: tuple[int, ...]) -> Array:
     local = {n: int(np.searchsorted(core.options[n], choices[n])) for n in core.limited()}
     return np.array([sum(float(u[local[n]]) for n, u in c.usage.items()) for c in core.capacities])
 

@@ -77,7 +77,7 @@ def capture(
 def _symbolic_examples(samples: int) -> tuple[int, int]:
     """Numbers of samples to trace with: 0 and 1 would be taken for constants, and so would one
     that happens to equal another size of the model, so there is a second, unlikely one."""
-    return (max(samples, 2),)
+    return max(samples, 2), 2 * samples + 37
 
 
 def _captured(

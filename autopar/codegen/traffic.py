@@ -17,7 +17,7 @@ from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.placement import R_STAR, Layout, chunk_sizes, largest_shape
 from autopar.ir.size import shape_at
-from autopar.runtime.buckets import GradientEntry, buckets
+from autopar.plan.buckets import GradientEntry, buckets
 from autopar.plan.flow import move_bytes
 from autopar.plan.plan import NodeChoice, Plan, StagePlan
 

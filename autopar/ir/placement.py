@@ -123,4 +123,9 @@ def largest_shape(
     shape: tuple[int, ...], layout: Layout, axis_sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Shape on the rank that holds the most: time and memory are priced on that rank."""
-    return local_shape(shape, layout, axis_sizes, (0,) * len(axis_sizes))
+    result = list(shape)
+    for placement, parts in zip(layout, axis_sizes, strict=True):
+        if isinstance(placement, Shard):
+            pieces = placement.pieces or (result[placement.dim],)
+            result[placement.dim] = sum(-(-piece // parts) for piece in pieces)
+    return tuple(result)

@@ -22,12 +22,12 @@ from autopar.rules import (
     attention,
     conv,
     creation,
+    dropout,
     embedding,
     loss,
     matmul,
     norm,
     pointwise,
-    random,
     reduction,
     view,
 )
@@ -43,7 +43,7 @@ from autopar.rules.registry import (
 )
 
 _FAMILIES = (
-    attention, conv, creation, embedding, loss, matmul, norm, pointwise, random, reduction, view,
+    attention, conv, creation, dropout, embedding, loss, matmul, norm, pointwise, reduction, view,
 )  # fmt: skip
 
 __all__ = [

@@ -16,9 +16,9 @@ from autopar.ir.placement import R_STAR, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.attention import ATTENTION_DROPOUT
 from autopar.rules.creation import UNREAD
+from autopar.rules.dropout import DROPOUT
 from autopar.rules.embedding import index_layout
 from autopar.rules.index_expr import Hints, Op
-from autopar.rules.random import DROPOUT
 from autopar.rules.registry import axis_strategies, index_expr
 
 _PROBE = 2

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.placement import Layout, Partial
+from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import World
-from autopar.runtime.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
 from autopar.runtime.executor import DATA_AXIS, Executor, StepData, forward_only, share_loss
 from autopar.runtime.outputs import collect_outputs

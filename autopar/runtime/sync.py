@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autopar.plan.buckets import DEFAULT_CAP_BYTES, Bucket, GradientEntry, buckets
 from autopar.runtime import primitives
 from autopar.runtime.axes import AxisGroup
-from autopar.runtime.buckets import DEFAULT_CAP_BYTES, Bucket, GradientEntry, buckets
 from autopar.runtime.parameters import Entry, ParameterStore, label_gradient, local_part
 
 

@@ -20,7 +20,7 @@ from autopar.plan.plan import (
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import AXES
-from autopar.search.stages import Staged, boundary_bytes, boundary_s, stage_ranks
+from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 
 
 def stage_terms(
@@ -45,9 +45,6 @@ def stage_terms(
     again = [option for option in options if option.recompute]
     kept = [option for option in options if not option.recompute]
     transients = [option.cost.transient_bytes for option in options]
-    widest = max(
-        (boundary_bytes(pricer, grid, refs) for refs in pricer.setting.chain.boundaries), default=0
-    )
     peak = max(range(len(options)), key=lambda i: options[i].transient_bytes)
     return (
         ("weights", states[0]),
@@ -58,7 +55,7 @@ def stage_terms(
         ("boundary", float(held * sum(option.saved_bytes for option in again))),
         ("transient", float(transients[peak])),
         ("recompute", float(options[peak].transient_bytes - transients[peak])),
-        ("communication", float(2 * widest if grid.pipeline > 1 else 0)),
+        ("communication", float(message_bytes(pricer, grid))),
         (
             "reserve",
             float(reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))),

@@ -9,13 +9,8 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.pricer import BlockCost, Grid, Pricer
-from autopar.search.sharding import Sharding, solve_sharding
+from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
 from solvers.partition import BlockOption
-
-LADDER = (0.0, 1 / 3, 2 / 3)
-"""Memory budgets between the least a block can do with and what its fastest sharding takes."""
-_LADDER_WORTH = 0.02
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassOption:
@@ -86,32 +81,17 @@ def class_options(
 
 def _shardings(
     pricer: Pricer, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
-) -> Iterator[Sharding]:
+) -> list[Sharding]:
     setting = pricer.setting
     block = setting.chain.representative(class_index)
-    space = pricer.space(block, grid.sizes, fixed)
-    prices = pricer.prices(grid)
-    fastest = solve_sharding(
-        space, prices, backend=setting.backend, time_limit_s=setting.time_limit_s
+    problem = ShardingProblem(
+        pricer.space(block, grid.sizes, fixed),
+        pricer.prices(grid),
+        kept=_kept(pricer, grid, class_index),
+        backend=setting.backend,
+        time_limit_s=setting.time_limit_s,
     )
-    if fastest is None:
-        return
-    yield fastest
-    if grid.tensor == 1:
-        return
-    kept = _kept(pricer, grid, class_index)
-    most = _kept_bytes(pricer, grid, fastest, kept, class_index)
-    least = solve_sharding(space, prices, kept=kept, minimise_kept=True)
-    low = least.objective if least is not None else most
-    if most - low <= _LADDER_WORTH * most:
-        return
-    for step in LADDER:
-        limit = low + step * (most - low)
-        solved = solve_sharding(
-            space, prices, kept=kept, memory_limit=limit * (1 + 1e-9), backend=setting.backend
-        )
-        if solved is not None:
-            yield solved
+    return pareto_shardings(problem)
 
 
 def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
@@ -125,22 +105,6 @@ def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
     for ref in block.parameters:
         kept[ref] = pricer.state_factor(setting.sources[ref.name])
     return kept
-
-
-def _kept_bytes(
-    pricer: Pricer, grid: Grid, sharding: Sharding, kept: Mapping[Ref, float], class_index: int
-) -> float:
-    prices = pricer.prices(grid)
-    block = pricer.setting.chain.representative(class_index)
-    layouts = {
-        Ref(choice.node, i): layout
-        for choice in sharding.choices
-        for i, layout in enumerate(choice.outputs)
-    }
-    by_fqn = dict(sharding.parameters)
-    for ref in block.parameters:
-        layouts[ref] = by_fqn[pricer.setting.sources[ref.name].fqn]
-    return sum(kept[ref] * prices.local_bytes(ref, layouts[ref]) for ref in kept if ref in layouts)
 
 
 def _undominated(options: Iterable[ClassOption]) -> Iterator[ClassOption]:

@@ -22,7 +22,7 @@ from autopar.plan.flow import DATA, STRATEGY_BATCH, TENSOR, BlockFlow, block_edg
 from autopar.plan.plan import NodeChoice
 from autopar.rules import axis_strategies
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
-from autopar.search.prices import Prices
+from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.setting import AXES, Setting
 
 
@@ -85,6 +85,9 @@ class Pricer:
     _times: dict[LocalOp, tuple[float, float, bool]] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
+    _prices: dict[object, Prices] = field(default_factory=dict)
+    _links: dict[tuple[int, int], CollectiveTime] = field(default_factory=dict)
+    _moves: dict[object, dict[object, float]] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceSpec:
@@ -152,17 +155,25 @@ class Pricer:
 
     def prices(self, grid: Grid, *, with_sync: bool = True) -> Prices:
         """Prices on the mesh of a grid. Without sync gradients cost nothing to sum."""
-        collectives = ClusterCollectives(self.setting.cluster, grid.axes())
-        return Prices(
-            names=AXES,
-            sizes=grid.sizes,
-            batch=grid.micro_batch * grid.data,
-            micro_batches=grid.micro_batches if with_sync else 0,
-            specs=self.setting.specs,
-            differentiable=self.setting.differentiable,
-            compute=self.compute,
-            collective=collectives.time_s,
-        )
+        shares = grid.micro_batches if with_sync else 0
+        key = (grid.sizes, grid.micro_batch, shares)
+        if key not in self._prices:
+            if grid.sizes not in self._links:
+                links = ClusterCollectives(self.setting.cluster, grid.axes())
+                self._links[grid.sizes] = links.time_s
+            batch = grid.micro_batch * grid.data
+            self._prices[key] = Prices(
+                names=AXES,
+                sizes=grid.sizes,
+                batch=batch,
+                micro_batches=shares,
+                specs=self.setting.specs,
+                differentiable=self.setting.differentiable,
+                compute=self.compute,
+                collective=self._links[grid.sizes],
+                moves=self._moves.setdefault((grid.sizes, batch), {}),
+            )
+        return self._prices[key]
 
     def local(self, node: OpNode, option: Option | NodeChoice, prices: Prices) -> LocalOp:
         """A node on the local shapes of an option."""

@@ -23,7 +23,8 @@ class Prices:
 
     `batch` counts the samples of a micro-batch over all data-parallel ranks. `micro_batches` is how
     many share the cost of one gradient synchronisation. `compute(node, option, prices)` gives
-    forward and backward seconds; `collective(op, nbytes, axis)` seconds.
+    forward and backward seconds; `collective(op, nbytes, axis)` seconds. `moves` remembers the
+    price of moves, which depends on mesh and batch alone.
     """
 
     names: tuple[str, ...]
@@ -34,7 +35,7 @@ class Prices:
     differentiable: frozenset[Ref]
     compute: ComputeTime
     collective: CollectiveTime
-    _cache: dict[object, float] = field(default_factory=dict, repr=False)
+    moves: dict[object, float] = field(default_factory=dict, repr=False)
 
     def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
         """Shape of a value's largest local part."""
@@ -63,13 +64,13 @@ class Prices:
         if src == dst:
             return 0.0
         key = (self.specs[ref], ref in self.differentiable, src, dst)
-        if key not in self._cache:
+        if key not in self.moves:
             try:
                 path = moves_between(ref, src, dst, differentiable=ref in self.differentiable)
-                self._cache[key] = sum(sum(self.move_s(move)) for move in path)
+                self.moves[key] = sum(sum(self.move_s(move)) for move in path)
             except KeyError:
-                self._cache[key] = inf
-        return self._cache[key]
+                self.moves[key] = inf
+        return self.moves[key]
 
     def inner_s(self, node: OpNode, option: Option) -> tuple[float, float]:
         """Forward and backward seconds of the collectives inside a node's kernel."""

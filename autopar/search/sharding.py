@@ -7,7 +7,7 @@ read three times is paid for once, as it is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -20,21 +20,29 @@ from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.block import BlockSpace
 from autopar.search.prices import Prices
-from solvers.choice import Capacity, ChoiceProblem, Edge, solve_choice
+from solvers.choice import ChoiceProblem, ChoiceSolution, Edge, solve_choice
 from solvers.solution import Status
 
 Forms = tuple[Layout, ...]
 _MAX_LAYOUTS_FOR_TRIPLES = 6
+_DEAR = 1e4
+_LEAST_S = 1e-9
+_WORTH = 0.02
+_TIE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """A solved block: the choice of every node, the layout of every parameter, and the proof."""
+    """A solved block: the choice of every node, the layout of every parameter, and the proof.
+
+    `objective` and `bound` are seconds; `kept_bytes` the weighted bytes it keeps.
+    """
 
     choices: tuple[NodeChoice, ...]
     parameters: tuple[tuple[str, Layout], ...]
     objective: float
     bound: float
+    kept_bytes: float
     status: Status
     integral_relaxation: bool
     num_variables: int
@@ -86,17 +94,6 @@ class _Builder:
         if weight:
             index, layouts = self.option_layouts[ref]
             self.usage[index] += [weight * self.prices.local_bytes(ref, x) for x in layouts]
-
-    def price_memory_only(self) -> None:
-        """Replace every cost by the bytes kept; what was forbidden stays so."""
-        self.node_costs = [
-            np.where(np.isinf(cost), inf, usage)
-            for cost, usage in zip(self.node_costs, self.usage, strict=True)
-        ]
-        self.edges = [
-            Edge(src=e.src, dst=e.dst, cost=np.where(np.isinf(e.cost), inf, 0.0))
-            for e in self.edges
-        ]
 
     def add_values(self) -> None:
         """Connect every value to its readers, through a forms node where there are several."""
@@ -175,52 +172,105 @@ def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
     ]
 
 
-def solve_sharding(
-    space: BlockSpace,
-    prices: Prices,
-    *,
-    kept: dict[Ref, float] | None = None,
-    memory_limit: float | None = None,
-    minimise_kept: bool = False,
-    backend: str = "highs",
-    time_limit_s: float = 60.0,
-) -> Sharding | None:
-    """The cheapest sharding of a block, or None if no sharding satisfies the limit.
+class ShardingProblem:
+    """The priced ILP of one block, to be solved for several prices of a byte."""
 
-    `kept` weighs the bytes of values and parameters that stay in memory (1 for one byte per byte);
-    their weighted sum is held to `memory_limit`. With `minimise_kept` that sum is the objective,
-    and time only decides which pairs are possible.
+    def __init__(
+        self,
+        space: BlockSpace,
+        prices: Prices,
+        *,
+        kept: Mapping[Ref, float] | None = None,
+        backend: str = "highs",
+        time_limit_s: float = 60.0,
+    ) -> None:
+        self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
+        self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
+        if self._possible:
+            self._builder = _Builder(space, prices, dict(kept or {}))
+            self._builder.add_ops()
+            self._builder.add_parameters()
+            self._builder.add_values()
+
+    def solve(self, byte_price_s: float = 0.0) -> Sharding | None:
+        """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.
+
+        None if the rules and pins leave none.
+        """
+        if not self._possible:
+            return None
+        builder = self._builder
+        priced = zip(builder.node_costs, builder.usage, strict=True)
+        solution = solve_choice(
+            ChoiceProblem(
+                node_costs=tuple(cost + byte_price_s * usage for cost, usage in priced),
+                edges=tuple(builder.edges),
+            ),
+            backend=self._backend,
+            time_limit_s=self._time_limit_s,
+        )
+        return None if solution.choices is None else self._decode(solution, byte_price_s)
+
+    def _decode(self, solution: ChoiceSolution, byte_price_s: float) -> Sharding:
+        assert solution.choices is not None
+        space, choices = self.space, solution.choices
+        kept = sum(
+            float(usage[choice])
+            for usage, choice in zip(self._builder.usage, choices, strict=True)
+        )
+        chosen = [
+            (node, options[choice])
+            for node, options, choice in zip(space.nodes, space.options, choices, strict=False)
+        ]
+        first = len(space.nodes)
+        return Sharding(
+            choices=tuple(
+                NodeChoice(node=node.name, inputs=o.inputs, outputs=o.outputs)
+                for node, o in chosen
+            ),
+            parameters=tuple(
+                (source.fqn, layouts[choices[first + i]])
+                for i, (source, layouts) in enumerate(space.parameters)
+            ),
+            objective=solution.objective - byte_price_s * kept,
+            bound=solution.bound - byte_price_s * kept,
+            kept_bytes=kept,
+            status=solution.status,
+            integral_relaxation=solution.integral_relaxation,
+            num_variables=solution.num_variables,
+        )
+
+
+def pareto_shardings(problem: ShardingProblem, *, depth: int = 2) -> list[Sharding]:
+    """Shardings from the fastest to the leanest: supported trade-offs of time for bytes.
+
+    Each is optimal for some price of a byte, found by halving between neighbours (the dichotomic
+    scheme of Aneja and Nair 1979), `depth` times.
     """
-    builder = _Builder(space, prices, kept or {})
-    builder.add_ops()
-    builder.add_parameters()
-    builder.add_values()
-    capacities: tuple[Capacity, ...] = ()
-    if memory_limit is not None:
-        members = tuple((i, usage) for i, usage in enumerate(builder.usage) if usage.any())
-        capacities = (Capacity(name="memory", limit=memory_limit, members=members),)
-    if minimise_kept:
-        builder.price_memory_only()
-    problem = ChoiceProblem(
-        node_costs=tuple(builder.node_costs), edges=tuple(builder.edges), capacities=capacities
-    )
-    solution = solve_choice(problem, backend=backend, time_limit_s=time_limit_s)
-    if solution.choices is None:
-        return None
-    options = zip(space.nodes, space.options, solution.choices, strict=False)
-    chosen = [(node, opts[choice]) for node, opts, choice in options]
-    first = len(space.nodes)
-    return Sharding(
-        choices=tuple(
-            NodeChoice(node=node.name, inputs=o.inputs, outputs=o.outputs) for node, o in chosen
-        ),
-        parameters=tuple(
-            (source.fqn, layouts[solution.choices[first + i]])
-            for i, (source, layouts) in enumerate(space.parameters)
-        ),
-        objective=solution.objective,
-        bound=solution.bound,
-        status=solution.status,
-        integral_relaxation=solution.integral_relaxation,
-        num_variables=solution.num_variables,
-    )
+    fastest = problem.solve()
+    if fastest is None or fastest.kept_bytes <= 0:
+        return [fastest] if fastest else []
+    dear = _DEAR * max(fastest.objective, _LEAST_S) / fastest.kept_bytes
+    leanest = problem.solve(dear)
+    if leanest is None or leanest.kept_bytes >= (1 - _WORTH) * fastest.kept_bytes:
+        return [fastest]
+    return [fastest, *_between(problem, fastest, leanest, depth), leanest]
+
+
+def _between(
+    problem: ShardingProblem, fast: Sharding, lean: Sharding, depth: int
+) -> list[Sharding]:
+    saved = fast.kept_bytes - lean.kept_bytes
+    if not depth or saved <= _WORTH * fast.kept_bytes:
+        return []
+    middle = problem.solve((lean.objective - fast.objective) / saved)
+    ends = (fast.kept_bytes, lean.kept_bytes)
+    if middle is None or any(abs(middle.kept_bytes - end) <= _TIE * fast.kept_bytes for end in ends):
+        return []
+    below = _between(problem, fast, middle, depth - 1)
+    return [*below, middle, *_between(problem, middle, lean, depth - 1)]
+
+
+def solve_sharding(space: BlockSpace, prices: Prices, *, backend: str = "highs") -> Sharding | None:
+    """The fastest sharding of a block, or None if the rules and pins leave none."""
+    return ShardingProblem(space, prices, backend=backend).solve()

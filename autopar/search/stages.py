@@ -69,12 +69,29 @@ def stage_ranks(grid: Grid, stage: int) -> range:
     return range(stage * per_stage, (stage + 1) * per_stage)
 
 
-def fixed_bytes(pricer: Pricer, grid: Grid, rank: int) -> float:
-    """What every stage holds besides its blocks: the device's reserve and message buffers."""
-    setting = pricer.setting
-    widest = max((boundary_bytes(pricer, grid, b) for b in setting.chain.boundaries), default=0)
-    messages = 2 * widest if grid.pipeline > 1 else 0
-    return float(reserve_bytes(setting.cluster.device(rank)) + messages)
+def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:
+    """Half of what a message and its gradient take, for each neighbour of every possible cut."""
+    priced: dict[object, float] = {}
+    times = []
+    for refs in pricer.setting.chain.boundaries:
+        key = tuple(
+            (pricer.setting.specs[ref], ref in pricer.setting.differentiable) for ref in refs
+        )
+        if key not in priced:
+            priced[key] = sum(boundary_s(pricer, grid, refs)) / 2
+        times.append(priced[key])
+    return tuple(times)
+
+
+def message_bytes(pricer: Pricer, grid: Grid) -> int:
+    """Buffers for one message in and one out of the widest boundary."""
+    if grid.pipeline == 1:
+        return 0
+    distinct = {
+        tuple(pricer.setting.specs[ref] for ref in refs): refs
+        for refs in pricer.setting.chain.boundaries
+    }
+    return 2 * max((boundary_bytes(pricer, grid, refs) for refs in distinct.values()), default=0)
 
 
 def partition_problem(
@@ -84,6 +101,7 @@ def partition_problem(
     setting = pricer.setting
     chain = setting.chain
     firsts = [stage_ranks(grid, stage) for stage in range(grid.pipeline)]
+    messages = message_bytes(pricer, grid)
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
         classes=tuple(
@@ -95,8 +113,10 @@ def partition_problem(
             float(min(setting.memory_bytes(rank) for rank in ranks)) for ranks in firsts
         ),
         num_micro_batches=grid.micro_batches,
-        stage_fixed_bytes=tuple(fixed_bytes(pricer, grid, ranks[0]) for ranks in firsts),
-        boundary_s=tuple(sum(boundary_s(pricer, grid, refs)) / 2 for refs in chain.boundaries),
+        stage_fixed_bytes=tuple(
+            float(reserve_bytes(setting.cluster.device(ranks[0])) + messages) for ranks in firsts
+        ),
+        boundary_s=_boundary_times(pricer, grid),
         fixed_cuts=fixed_cuts(pricer, grid.pipeline),
     )
 

@@ -173,6 +173,15 @@ def test_row_numbers_into_a_table_are_coupled():
     assert [name for name, _ in axis.coupled] == ["picked"]
 
 
+def test_row_numbers_of_samples_into_more_rows_are_coupled():
+    b = Builder()
+    x = b.input("x", "2*batch", 16)
+    column = _rows(b, ("batch",))
+    picked = b.op("picked", "aten.index.Tensor", x, (column,), out=("batch", 16))
+    axis = batch_axis(b.build(b.op("loss", "aten.sum.default", picked, out=())))
+    assert [name for name, _ in axis.coupled] == ["picked"]
+
+
 def _interleaved(b, source):
     """(seq, batch, 8) flattened with samples inside positions, as nn.MultiheadAttention does."""
     x = b.input("x", "batch", 6, 8)

@@ -47,6 +47,8 @@ def test_a_batch_plus_one_has_no_factors():
     _, b, sizes, _ = _match(("batch+1", 8), ("8*batch+8",))
     assert sizes == {"f0": "batch+1", "f1": "8"}
     assert b == (("f0", "f1"),)
+    *_, sizes, blocked = _match((8, "batch+1"), ("batch+1", 8))
+    assert set(sizes) == blocked
 
 
 def test_views_keep_a_split_only_where_the_index_leads():

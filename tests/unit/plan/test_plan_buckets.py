@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from autopar.runtime.buckets import Bucket, GradientEntry, buckets
+from autopar.plan.buckets import Bucket, GradientEntry, buckets
 
 
 def entry(name, nbytes, dtype="float32", axes=("data",)):
@@ -34,5 +34,5 @@ def test_buckets_fill_in_order_and_by_kind():
 
 
 def test_needs_no_torch():
-    code = "import autopar.runtime.buckets, sys; sys.exit('torch' in sys.modules)"
+    code = "import autopar.plan.buckets, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

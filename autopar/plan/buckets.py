@@ -1,4 +1,4 @@
-"""Which gradients are summed in one collective. No torch here: the planner prices the same list."""
+"""Which gradients are summed in one collective: the list that is counted in plans and executed."""
 
 from __future__ import annotations
 

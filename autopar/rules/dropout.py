@@ -1,4 +1,4 @@
-"""Random ops: the numbers drawn must not depend on the plan."""
+"""Dropout: the numbers drawn must not depend on the plan."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""Models named by `path.py:function` in the parity tests: tiny, with random weights, 8 samples."""
+
+import torch
+from torch import nn
+
+SAMPLES, SEQ, VOCAB = 8, 8, 50
+
+
+def token_batch(vocab=VOCAB):
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    ids = torch.randint(vocab, (SAMPLES, SEQ), generator=generator, device="cpu")
+    labels = ids.clone()
+    labels[1, 3:] = -100
+    labels[4] = -100  # a sample without any label
+    device = torch.get_default_device()
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def wide_loss(logits, labels, vocab_size, **_):
+    """Hugging Face's causal loss without its cast to float32, which hides what 1e-9 can show."""
+    logits, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits, labels)
+
+
+def hf_gpt2_stock(dropout=0.0):
+    """Hugging Face GPT-2: packed QKV, tied embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4,
+        n_embd=32,
+        n_head=4,
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config), token_batch()
+
+
+def hf_llama_stock():
+    """Hugging Face Llama: 4 query heads over 2 KV heads, rotary positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config), token_batch()
+
+
+def with_wide_loss(model, batch):
+    model.loss_function = wide_loss
+    return model, batch
+
+
+def hf_gpt2():
+    return with_wide_loss(*hf_gpt2_stock())
+
+
+def hf_gpt2_dropout():
+    """With the dropout of 0.1 that is GPT-2's default, in attention too."""
+    return with_wide_loss(*hf_gpt2_stock(dropout=0.1))
+
+
+def hf_llama():
+    return with_wide_loss(*hf_llama_stock())
+
+
+class Residual(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks, hidden=8):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual(hidden) for _ in range(blocks)))
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.blocks(x), y)
+
+
+def stack_of(blocks):
+    x = torch.randn(SAMPLES, 8)
+    return Stack(blocks), {"x": x, "y": torch.tanh(x)}
+
+
+def seven_blocks():
+    return stack_of(7)
+
+
+def ten_blocks():
+    return stack_of(10)
