@@ -305,10 +305,11 @@ def _refuse_stale_optimizers(model: nn.Module, given: OptimizerSpec | None) -> N
     """An optimizer that goes on stepping the original weights would train nothing, silently."""
     own = {id(p) for p in model.parameters()}
     for other in gc.get_objects():
-        if issubclass(type(other), Optimizer) and other is not given:
-            if any(id(p) in own for group in other.param_groups for p in group["params"]):
-                raise InputError(
-                    f"a {type(other).__name__} was built on this model's parameters, which the "
-                    "parallel program does not use: pass it as optimizer=..., so that it is bound "
-                    "to the parallel parameters, or delete it"
-                )
+        if not issubclass(type(other), Optimizer) or other is given:
+            continue
+        if any(id(p) in own for group in other.param_groups for p in group["params"]):
+            raise InputError(
+                f"a {type(other).__name__} was built on this model's parameters, which the "
+                "parallel program does not use: pass it as optimizer=..., so that it is bound "
+                "to the parallel parameters, or delete it"
+            )

@@ -143,7 +143,7 @@ def _processor() -> str:
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> DeviceSpec | None:
-    """A kept measurement; None where there is none, it is broken, or it holds for something else."""
+    """A kept measurement; None where there is none, or it is broken or of something else."""
     try:
         data = json.loads(path.read_bytes())
         if not isinstance(data, dict) or data.get("key") != key:

@@ -58,11 +58,10 @@ class VerifyReport:
         """The report for people."""
         lines = [f"{self.grid}, {self.steps} steps against one device"]
         lines += [f"  {what:<22} largest relative error {e:.1e}" for what, e in self.worst.items()]
-        lines.append(
-            "  collectives            equal to the plan's list in op, bytes, group and count"
-            if not self.unplanned
-            else "  collectives            differ from the plan's list: " + "; ".join(self.unplanned)
-        )
+        answer = "equal to the plan's list in op, bytes, group and count"
+        if self.unplanned:
+            answer = "differ from the plan's list: " + "; ".join(self.unplanned)
+        lines.append(f"  {'collectives':<22} {answer}")
         if self.first_difference:
             lines.append(f"  first difference: {self.first_difference}")
         verdict = "same numbers as one device" if self.ok else "NOT the same as one device"
@@ -226,4 +225,3 @@ def _run(
         progress(f"running {planned.plan.num_devices} processes", None)
         with WorkerPool(planned.plan.num_devices) as pool:
             return pool.run(function, placed)
-

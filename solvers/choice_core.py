@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from solvers.choice_problem import Array, ChoiceProblem
 
-
 Factor = tuple[tuple[int, ...], Array]
 """Nodes, and a table of costs with a dim for each, in that order."""
 

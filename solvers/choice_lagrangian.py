@@ -3,8 +3,8 @@
 With a price per unit of each capacity moved into the node costs, what is left has no capacities
 and is minimised exactly by elimination, in milliseconds where tables stay small. Any prices give a
 lower bound; the best are found by Kelley's cutting planes (J. SIAM 8, 1960), and the choices met
-on the way that fit are solutions. Where bound and solution meet the wanted gap, no ILP is needed; else
-an option whose own bound (`choice_marginals`) exceeds the solution's cost is in no better one.
+on the way that fit are solutions. Where bound and solution meet the wanted gap, no ILP is needed;
+else an option whose own bound (`choice_marginals`) exceeds the solution's cost is in no better one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -16,7 +16,6 @@ from autopar.capture.locations import location_in_stack
 from autopar.capture.sizes import SizeReader
 from autopar.errors import CaptureError
 from autopar.ir.graph import OpNode, Ref, Source, TensorSpec, refs_in
-from autopar.ir.size import Size
 
 CASTS = frozenset(["aten.to", "aten._to_copy", "aten.type_as"])
 IDENTITIES = frozenset(
@@ -39,20 +38,6 @@ def convert(
     converter = _Converter(flat, outputs, sources, sizes)
     converter.run()
     return converter.emitter.nodes, [converter.emitter.ref(node) for node in outputs]
-
-
-def batch_arithmetic(nodes: Iterable[OpNode]) -> tuple[str, ...]:
-    """A note for each op that takes the batch size for a number; splitting the batch changes it."""
-    notes: dict[str, None] = {}
-    for node in nodes:
-        schema = arguments.op_overload(node.target)._schema.arguments
-        numbers = [a.name for a in schema if str(a.type) in ("number", "Tensor")]
-        given = {a.name: value for a, value in zip(schema, node.args, strict=False)}
-        if node.inputs() and any(isinstance(given.get(name), Size) for name in numbers):
-            notes[f"{node.source or node.name}: {node.target} calculates with the batch size"] = (
-                None
-            )
-    return tuple(notes)
 
 
 class _Converter:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from autopar.capture.convert import batch_arithmetic, convert
+from autopar.capture.convert import convert
 from autopar.capture.entries import Batch, Entries, read_entries
 from autopar.capture.flatten import flatten
 from autopar.capture.normalize import normalize
@@ -101,10 +101,10 @@ def _captured(
     nodes, refs = convert(flat, outputs, sources, sizes)
     specs = _specs([*sources.values(), *state.values()], nodes)
     nodes = _live(nodes, refs)
-    notes = batch_arithmetic(nodes)
     nodes = normalize(nodes, specs)
+    notes: tuple[str, ...] = ()
     if not symbolic:
-        notes = (f"batch size is fixed to {entries.samples}: {reason}", *notes)
+        notes = (f"batch size is fixed to {entries.samples}: {reason}",)
     read = {ref.name for node in nodes for ref in node.inputs()} | {ref.name for ref in refs}
     constants = {n: (s, value) for n, (s, value) in constants.items() if s.name in read}
     graph = OpGraph(

@@ -38,15 +38,23 @@ class LocalNode:
         return self.mesh.axes[self.kernels.index(kernel)]
 
 
-def argument_text(arg: Arg, names: Callable[[Ref], str]) -> str:
-    """An argument as source text; `names` gives the variable of a value."""
+_VALUE_OPS = frozenset(
+    "add sub rsub mul div pow remainder floor_divide clamp eq ne lt le gt ge masked_fill fill "
+    "where full".split()
+)
+"""Ops that calculate with a number they are given: the batch size is then that of the whole batch.
+All others take numbers as extents, which are local."""
+
+
+def argument_text(arg: Arg, names: Callable[[Ref], str], *, batch: str = "batch") -> str:
+    """An argument as source text; `names` gives the variable of a value, `batch` the batch size."""
     match arg:
         case Ref():
             return names(arg)
         case Size():
-            return size_text(arg)
+            return size_text(arg).replace("batch", batch)
         case tuple():
-            return f"[{', '.join(argument_text(item, names) for item in arg)}]"
+            return f"[{', '.join(argument_text(item, names, batch=batch) for item in arg)}]"
         case str() if arg.startswith("dtype:"):
             return f"torch.{arg.removeprefix('dtype:')}"
         case str() if arg.startswith("memory_format:"):
@@ -191,8 +199,9 @@ def node_text(local: LocalNode, names: Callable[[Ref, int], str]) -> str:
         return names(ref, next(counter))
 
     node, mesh = local.node, local.mesh
-    args = tuple(argument_text(arg, by_position) for arg in node.args)
-    kwargs = {key: argument_text(value, by_position) for key, value in node.kwargs}
+    batch = "ctx.global_batch" if node.op.split(".")[1] in _VALUE_OPS else "batch"
+    args = tuple(argument_text(arg, by_position, batch=batch) for arg in node.args)
+    kwargs = {key: argument_text(value, by_position, batch=batch) for key, value in node.kwargs}
     shapes = tuple(
         shape_text(spec, layout, mesh.axes, mesh.sizes)
         for spec, layout in zip(node.outputs, local.choice.outputs, strict=True)

@@ -1,4 +1,4 @@
-"""What code generation knows of the model: graph, chain and settled placements, looked up by name."""
+"""What code generation knows of the model: graph, chain, settled placements, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy, BatchAxis
-from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow, setup_closure, shared_layouts
+from autopar.plan.flow import (
+    STRATEGY_BATCH,
+    BlockFlow,
+    block_edges,
+    block_flow,
+    setup_closure,
+    shared_layouts,
+)
 from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
 from autopar.rules import axis_strategies, batch_axis, piece_hints
 

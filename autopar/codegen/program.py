@@ -39,7 +39,8 @@ def index_source(view: ModelView) -> str:
     count = len(view.plan.stages)
     stages = ", ".join(f"stage_{index}" for index in range(count))
     inputs = "".join(
-        f'    InputSpec(key="{s.fqn}", shape={_shape(view, Ref(s.name))}, dtype="{s.spec.dtype}"),\n'
+        f'    InputSpec(key="{s.fqn}", shape={_shape(view, Ref(s.name))}, '
+        f'dtype="{s.spec.dtype}"),\n'
         for s in view.graph.sources
         if s.kind is SourceKind.INPUT
     )
@@ -48,7 +49,8 @@ def index_source(view: ModelView) -> str:
         f'"""Program for {view.plan.model.name}: {count} stages, '
         f"mesh {' x '.join(f'{a} {s}' for a, s in _mesh(view))}, schedule {view.plan.schedule}."
         '"""\n\n'
-        "from autopar.runtime.program import InputSpec, OutputSpec, Partial, Replicate, Shard, Size\n"
+        "from autopar.runtime.program import InputSpec, OutputSpec\n"
+        "from autopar.runtime.program import Partial, Replicate, Shard, Size\n"
         f"\nfrom . import {stages}\n\n"
         f"STAGES = ({stages},)\n"
         f"INPUTS = (\n{inputs})\n"

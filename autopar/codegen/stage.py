@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 from autopar.codegen.block import HEADER, BlockSource, BodyPrinter, axis_lines, block_source
 from autopar.codegen.model import ModelView
@@ -41,7 +41,9 @@ def weight_keys(view: ModelView, variant: Variant) -> WeightKeys:
 
 def dotted_prefix(names: Sequence[str]) -> str:
     """The longest common module path of some names, with its trailing dot."""
-    common = commonprefix([name.split(".")[:-1] for name in names])  # type: ignore[list-item]
+    paths = [name.split(".")[:-1] for name in names]
+    levels = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    common = [parts[0] for parts in levels]
     return ".".join([*common, ""]) if common else ""
 
 

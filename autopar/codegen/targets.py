@@ -7,7 +7,7 @@ ops that are not in the table print as `torch.ops.aten.<op>.<overload>(...)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import OpNode
 
@@ -156,11 +156,34 @@ def _arange(call: Call) -> str:
     return f"torch.arange({', '.join([*call.args, dtype])}, device=ctx.device)"
 
 
+def _grouped(position: int, name: str) -> Printer:
+    """An op with a number of channel groups, of which a rank holds those of its channels."""
+
+    def printer(call: Call) -> str:
+        groups, channels = call.arg(position, name, "1"), call.node.outputs[0].shape[1].const
+        own = call.shapes[0][1]
+        if groups == "1" or own == str(channels):
+            return _default(call)
+        cut = f"{groups} * {own} // {channels}"
+        if position < len(call.args):
+            args = (*call.args[:position], cut, *call.args[position + 1 :])
+            return _default(replace(call, args=args))
+        return _default(replace(call, kwargs={**call.kwargs, name: cut}))
+
+    return printer
+
+
+def _repeat(call: Call) -> str:
+    """A repeat count that follows the batch is local already; those of split dims are one."""
+    return f"{call.args[0]}.repeat({call.args[1].strip('[]')})"
+
+
 def _unary(name: str) -> Printer:
     return lambda call: f"torch.{name}({call.args[0]})"
 
 
-_UNARY: tuple[str, ...] = ("abs", "cos", "erf", "exp", "log", "log1p", "neg", "reciprocal", "rsqrt", "sigmoid")
+_UNARY: tuple[str, ...] = ("abs", "cos", "erf", "exp", "log", "log1p", "neg", "reciprocal")
+_UNARY += ("rsqrt", "sigmoid")
 _UNARY += ("sign", "sin", "sqrt", "square", "tanh", "relu", "logical_not", "isnan", "isinf")
 
 PRINTERS: dict[str, Printer] = {
@@ -248,6 +271,14 @@ PRINTERS: dict[str, Printer] = {
     "aten.zeros_like.default": _like("zeros"),
     "aten.ones_like.default": _like("ones"),
     "aten.full_like.default": _like("full", fill=True),
+    "aten.empty.memory_format": _creation("empty"),
+    "aten.new_empty.default": _like("empty"),
+    "aten.repeat.default": _repeat,
+    "aten.squeeze.default": _shape_method("reshape"),
+    "aten.group_norm.default": _grouped(1, "num_groups"),
+    "aten.conv1d.default": _grouped(6, "groups"),
+    "aten.conv2d.default": _grouped(6, "groups"),
+    "aten.conv3d.default": _grouped(6, "groups"),
     "aten.arange.default": _arange,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,

@@ -39,7 +39,7 @@ def measure_device(
     with _threads(1):
         rates = tuple((dtype, share * _matmul_flops(dtype)) for dtype in CALIBRATED_DTYPES)
         bandwidth = min(share, 1.0) * _copy_bandwidth()
-        overhead_s = _op_overhead_s()
+        overhead_s = _op_overhead_s() / min(share, 1.0)
     return DeviceSpec(
         name=name,
         kind="cpu",

@@ -170,7 +170,7 @@ class PinPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The simulated step. `time_s` are terms of the critical path, `peak_bytes` the fullest rank."""
+    """The simulated step: `time_s` are terms of the critical path, `peak_bytes` the worst rank."""
 
     step_s: float
     samples_per_s: float

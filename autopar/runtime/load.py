@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """A program in memory. `output_tree` is the JSON that the model's return value is rebuilt from."""
+    """A program in memory. `output_tree` is JSON that the return value is rebuilt from."""
 
     plan: Plan
     stages: tuple[StageProgram, ...]

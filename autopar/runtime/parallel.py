@@ -101,7 +101,7 @@ class ParallelModel:
         return self.engine.train_step(batch, accumulate=accumulate)
 
     def eval_step(self, batch: Any) -> tuple[Tensor, Any]:
-        """The loss and the model's return value, whole and in its original structure, everywhere."""
+        """The loss and the model's return value, whole, in its structure, on every rank."""
         loss, outputs = self.engine.eval_step(batch)
         values = [outputs[spec.name] for spec in self.program.outputs]
         return loss, rebuild(json.loads(self.program.output_tree), values, loss)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
         return 0.0
     difference = (value - reference).abs().max()
     error = float(difference / reference.abs().max().clamp_min(1e-12))
-    return error if error == error else float("inf")
+    return float("inf") if isnan(error) else error
 
 
 def compare(
@@ -126,9 +127,7 @@ def _draws(model: nn.Module) -> bool:
     return model.training
 
 
-def _compare_weights(
-    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note
-) -> None:
+def _compare_weights(parallel: ParallelModel, reference: nn.Module, step: int, note: _Note) -> None:
     known = dict(reference.named_parameters(remove_duplicate=False))
     what = "initial weights" if step == 0 else f"weights after {step} steps"
     for fqn in parallel.store.entries:

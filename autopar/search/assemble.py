@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.blocks import Block
-from autopar.ir.graph import SourceKind
+from autopar.ir.graph import Source, SourceKind
 from autopar.ir.placement import Layout, R, Shard, chunk_sizes
 from autopar.plan.flow import setup_sources
 from autopar.plan.plan import (
@@ -19,7 +19,7 @@ from autopar.plan.plan import (
 )
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Grid, Pricer
-from autopar.search.setting import AXES
+from autopar.search.setting import AXES, Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 
 
@@ -167,22 +167,33 @@ def _parameters(
                 ),
             )
     shared = list(dict.fromkeys(ref for block in blocks for ref in block.shared))
-    for name in setup_sources(setting.nodes, setting.chain.setup, shared):
-        source = setting.sources[name]
+    names = setup_sources(setting.nodes, setting.chain.setup, shared)
+    if blocks[0].index == 0:
+        names += unread_state(setting)
+    for source in (setting.sources[name] for name in names):
         if source.kind is not SourceKind.INPUT:
-            found.setdefault(
-                source.fqn,
-                ParameterPlan(
-                    fqn=source.fqn,
-                    shape=tuple(size.const for size in source.spec.shape),
-                    dtype=source.spec.dtype,
-                    layout=(R,) * len(AXES),
-                    trainable=False,
-                    buffer=True,
-                    tied=source.tied,
-                ),
-            )
+            found.setdefault(source.fqn, _whole(source))
     return tuple(found.values())
+
+
+def _whole(source: Source) -> ParameterPlan:
+    """A tensor that every rank of the stage holds whole; no gradient reaches it."""
+    return ParameterPlan(
+        fqn=source.fqn,
+        shape=tuple(size.const for size in source.spec.shape),
+        dtype=source.spec.dtype,
+        layout=(R,) * len(AXES),
+        trainable=source.trainable,
+        buffer=source.kind is not SourceKind.PARAMETER,
+        tied=source.tied,
+    )
+
+
+def unread_state(setting: Setting) -> tuple[str, ...]:
+    """Parameters and buffers that no op reads; the first stage keeps them for the state dict."""
+    read = {ref.name for node in setting.graph.nodes for ref in node.inputs()}
+    state = (SourceKind.PARAMETER, SourceKind.BUFFER)
+    return tuple(s.name for s in setting.graph.sources if s.kind in state and s.name not in read)
 
 
 def _uneven(shape: tuple[int, ...], layout: Layout, grid: Grid) -> tuple[int, ...]:

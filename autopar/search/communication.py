@@ -20,6 +20,7 @@ from autopar.search.block import HEAVY_OPS, BlockSpace, block_space, is_split
 from autopar.search.prices import Prices
 from autopar.search.sharding import Sharding, solve_sharding
 
+
 def solve_communication(
     graph: OpGraph,
     *,

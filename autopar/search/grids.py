@@ -19,7 +19,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def widest_tensor(setting: Setting) -> int:
-    """Largest tensor degree searched unless one is pinned: the fastest links' domain, at least 8."""
+    """Largest tensor degree searched unless pinned: the fastest links' domain, at least 8."""
     return max(setting.cluster.links[0].span, WIDEST_TENSOR)
 
 

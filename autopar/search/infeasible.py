@@ -119,8 +119,8 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             ]
             remedy = f"; degrees that fit the heads and the cluster: {', '.join(fits) or 'none'}"
             return (
-                f"tensor={degree} is pinned, but {node.target} in {node.module_path or block.module_path}"
-                f" ({shapes}) is in the way: {why}" + (remedy if heads is not None else "")
+                f"tensor={degree} is pinned, but {node.target} in "
+                f"{node.module_path or block.module_path} ({shapes}) is in the way: {why}"
+                + (remedy if heads is not None else "")
             )
     return None
-

@@ -12,6 +12,7 @@ from autopar.search.pricer import BlockCost, Grid, Pricer
 from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
 from solvers.partition import BlockOption
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassOption:
     """One way to run the blocks of a class: a sharding, with or without running forward twice."""

@@ -9,7 +9,7 @@ from itertools import product
 from math import inf
 
 from autopar.errors import InfeasiblePlan
-from autopar.ir.graph import Ref
+from autopar.ir.graph import Ref, SourceKind
 from autopar.ir.placement import Layout
 from autopar.search.grids import grids
 from autopar.search.infeasible import explain_infeasible, explain_unsplittable
@@ -181,25 +181,38 @@ class Planner:
         return self._options[key]
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
-        """Layouts for the parameters that several blocks read, which must agree on them."""
-        shared = self._shared_parameters()
+        """Layouts for the parameters that several blocks read, which must agree on them.
+
+        Between classes all layouts that both offer are tried. Blocks of one class agree on that
+        of the class's fastest sharding.
+        """
         per_name = []
-        for ref, class_indices in shared.items():
-            offered = []
-            for class_index in class_indices:
-                block = self.setting.chain.representative(class_index)
-                space = self.pricer.space(block, grid.sizes)
-                name = self.setting.sources[ref.name].fqn
-                offered.append({x for s, xs in space.parameters if s.fqn == name for x in xs})
+        for ref, classes in self._shared_parameters().items():
+            name = self.setting.sources[ref.name].fqn
+            offered = [self._offered(grid, class_index, ref) for class_index in sorted(classes)]
             common = sorted(set.intersection(*offered), key=str)
-            per_name.append([(self.setting.sources[ref.name].fqn, layout) for layout in common])
+            if len(classes) == 1:
+                common = self._fastest_layout(grid, min(classes), ref) or common
+            per_name.append([(name, layout) for layout in common])
         for count, combination in enumerate(product(*per_name)):
             if count == _MOST_FIXINGS:
                 return
             yield dict(combination)
 
+    def _offered(self, grid: Grid, class_index: int, ref: Ref) -> set[Layout]:
+        block = self.setting.chain.representative(class_index)
+        parameters = self.pricer.space(block, grid.sizes).parameters
+        return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
+
+    def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:
+        block = self.setting.chain.representative(class_index)
+        space = self.pricer.space(block, grid.sizes)
+        solved = solve_sharding(space, self.pricer.prices(grid), backend=self.setting.backend)
+        name = self.setting.sources[ref.name].fqn
+        return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]
+
     def _shared_parameters(self) -> dict[Ref, set[int]]:
-        """Trainable parameters that are read by more than one block, with the classes."""
+        """Parameters that are read by more than one block, with the classes of the blocks."""
         readers: dict[Ref, list[int]] = {}
         for block in self.setting.chain.blocks:
             for ref in block.parameters:
@@ -208,5 +221,5 @@ class Planner:
         return {
             ref: set(classes)
             for ref, classes in readers.items()
-            if len(classes) > 1 and sources[ref.name].trainable
+            if len(classes) > 1 and sources[ref.name].kind is SourceKind.PARAMETER
         }

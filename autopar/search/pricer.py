@@ -43,7 +43,7 @@ class Grid:
         return (self.data, self.tensor)
 
     def axes(self) -> tuple[Axis, ...]:
-        """Mesh axes of a stage on the numbering of devices: tensor innermost, pipeline outermost."""
+        """Mesh axes of a stage on the devices: tensor innermost, pipeline outermost."""
         return (
             Axis(name=DATA, size=self.data, stride=self.tensor),
             Axis(name=TENSOR, size=self.tensor, stride=1),

@@ -33,7 +33,7 @@ class Setting:
     cluster: Cluster
     global_batch: int
     training: Training
-    pins: Pins = field(default_factory=lambda: Pins())
+    pins: Pins = field(default_factory=Pins)
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
     backend: str = "highs"

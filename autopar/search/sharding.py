@@ -215,8 +215,7 @@ class ShardingProblem:
         assert solution.choices is not None
         space, choices = self.space, solution.choices
         kept = sum(
-            float(usage[choice])
-            for usage, choice in zip(self._builder.usage, choices, strict=True)
+            float(usage[choice]) for usage, choice in zip(self._builder.usage, choices, strict=True)
         )
         chosen = [
             (node, options[choice])
@@ -225,8 +224,7 @@ class ShardingProblem:
         first = len(space.nodes)
         return Sharding(
             choices=tuple(
-                NodeChoice(node=node.name, inputs=o.inputs, outputs=o.outputs)
-                for node, o in chosen
+                NodeChoice(node=node.name, inputs=o.inputs, outputs=o.outputs) for node, o in chosen
             ),
             parameters=tuple(
                 (source.fqn, layouts[choices[first + i]])
@@ -264,8 +262,10 @@ def _between(
     if not depth or saved <= _WORTH * fast.kept_bytes:
         return []
     middle = problem.solve((lean.objective - fast.objective) / saved)
-    ends = (fast.kept_bytes, lean.kept_bytes)
-    if middle is None or any(abs(middle.kept_bytes - end) <= _TIE * fast.kept_bytes for end in ends):
+    if middle is None:
+        return []
+    step = min(fast.kept_bytes - middle.kept_bytes, middle.kept_bytes - lean.kept_bytes)
+    if step <= _TIE * fast.kept_bytes:
         return []
     below = _between(problem, fast, middle, depth - 1)
     return [*below, middle, *_between(problem, middle, lean, depth - 1)]

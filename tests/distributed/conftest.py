@@ -1,8 +1,14 @@
 """Pools of gloo processes that live as long as the test session."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from autopar.runtime.launch import WorkerPool
+
+# The helpers beside these tests, here and in the workers, which inherit the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

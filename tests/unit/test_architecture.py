@@ -43,13 +43,14 @@ MAY_IMPORT = {
 """Parts of autopar, and the parts they may import besides themselves. Those that are not named here
 are the edge: they call the stages."""
 
-EDGE = {"__init__", "__main__", "api", "cli", "commands", "compiler", "jobs", "local"}
+EDGE = {"__init__", "__main__", "api", "cli", "commands", "compiler", "devices", "jobs", "local"}
 TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - {"__init__", "__main__", "cli", "commands"}
 TORCH_FILES = {"autopar/costs/measure.py"}
 
 ENVIRONMENT = {
     "autopar/cli.py",
     "autopar/commands.py",
+    "autopar/devices.py",
     "autopar/runtime/launch.py",
     "autopar/runtime/worker.py",
 }

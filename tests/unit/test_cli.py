@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import autopar
+from autopar import devices
 from autopar.cli import COMMANDS, build_parser, main
+from autopar.costs.clusters import parse_cluster
 from autopar.errors import InfeasiblePlan, PlanMismatch, RuntimeFailure
 from autopar.plan.serialize import read_plan, to_json
 
@@ -71,10 +73,11 @@ class Options:
 
 @dataclass
 class Compiler:
-    """Stands in for `autopar.compiler`: notes its calls, raises `error` where one is set."""
+    """Stands in for `compiler` and `local`: notes its calls, raises `error` where one is set."""
 
     plan: object
     calls: list = field(default_factory=list)
+    measured: list = field(default_factory=list)
     error: BaseException | None = None
     ok: bool = True
     PlanOptions = Options
@@ -84,15 +87,19 @@ class Compiler:
         if self.error is not None:
             raise self.error
 
+    def measured_cluster(self, spec, *, progress):
+        self.measured.append(spec)
+        return parse_cluster(spec)
+
     def load_source(self, spec, *, seq_len):
         self.calls.append(("load", spec, seq_len))
         return SimpleNamespace(name=spec)
 
-    def plan_source(self, source, cluster_spec, options, progress):
+    def plan_source(self, source, cluster, options, progress):
         progress("capturing", None)
         progress("solving grids", 0.5)
         progress("solving grids", 1.0)
-        self._note("plan", source.name, cluster_spec, options)
+        self._note("plan", source.name, cluster.spec, options)
         return SimpleNamespace(plan=self.plan)
 
     def build_meta(self, source, options):
@@ -110,22 +117,24 @@ class Compiler:
         Path(folder).mkdir(exist_ok=True)
         (Path(folder) / "plan.json").write_text(to_json(planned.plan))
 
-    def verify_source(self, source, cluster_spec, options, plan, progress):
-        self._note("verify", source.name, cluster_spec, options, plan)
+    def verify_source(self, source, cluster, options, plan, progress):
+        self._note("verify", source.name, cluster.spec, options, plan)
         return SimpleNamespace(
             ok=self.ok, text="loss equal", as_dict=lambda: {"ok": self.ok, "loss": "equal"}
         )
 
-    def train_source(self, source, cluster_spec, options, plan, steps, progress):  # noqa: PLR0917
-        self._note("train", source.name, cluster_spec, options, plan, steps)
+    def train_source(self, source, cluster, options, plan, steps, progress):
+        self._note("train", source.name, cluster.spec, options, plan, steps)
         return {"steps": steps, "last loss": 1.5}
 
 
 @pytest.fixture
 def compiler(sample_plan, monkeypatch):
     fake = Compiler(plan=sample_plan)
-    monkeypatch.setitem(sys.modules, "autopar.compiler", fake)
-    monkeypatch.setattr(autopar, "compiler", fake, raising=False)
+    for name in ("compiler", "local"):
+        monkeypatch.setitem(sys.modules, f"autopar.{name}", fake)
+        monkeypatch.setattr(autopar, name, fake, raising=False)
+    monkeypatch.setattr(devices, "measured_cluster", fake.measured_cluster)
     return fake
 
 
@@ -251,6 +260,15 @@ def test_bad_usage_is_refused_before_the_work(run, compiler, arguments, message)
 @pytest.mark.parametrize("key", ["pipeline", "data", "tensor", "schedule", "boundary", "weight"])
 def test_help_names_every_pin(key):
     assert key in GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "train"])
+def test_local_processes_are_priced_as_measured_unless_told_not_to(run, compiler, command):
+    run(command, "gpt_tiny", "--cluster", "local:4")
+    assert compiler.measured == ["local:4"]
+    status, _, _ = run(command, "gpt_tiny", "--cluster", "local:2", "--no-measure")
+    assert (status, compiler.measured) == (0, ["local:4"])
+    assert compiler.calls[-1][2] == "local:2"
 
 
 def test_errors_have_their_status(run, compiler):
