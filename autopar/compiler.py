@@ -23,11 +23,12 @@ from autopar.costs.profiles import Profile
 from autopar.errors import InputError
 from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
+from autopar.ir.graph import OpGraph
 from autopar.plan.check import check_plan
 from autopar.plan.fingerprint import check_cluster, check_model
 from autopar.plan.plan import Plan
 from autopar.schedules.registry import SCHEDULES
-from autopar.search import Pins, Setting, make_plan, parse_pins
+from autopar.search import Pins, Setting, check_backend, make_plan, parse_pins, split_classes
 from autopar.sources import Batch, LossFn, ModelSource, load_source
 
 __all__ = ["ModelSource", "PlanOptions", "Planned", "load_source", "plan_model", "plan_source"]
@@ -106,10 +107,11 @@ def plan_model(
         raise InputError(
             f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
         )
+    check_backend(options.backend)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
     progress("finding blocks", None)
-    chain = find_blocks(captured.graph, min_blocks=_least_blocks(pins))
+    chain = _blocks(captured.graph, pins, _least_blocks(pins))
     setting = Setting(
         name=name,
         graph=captured.graph,
@@ -129,6 +131,11 @@ def plan_model(
     )
     plan = make_plan(setting, progress)
     return with_collectives(Planned(captured=captured, chain=chain, plan=plan))
+
+
+def _blocks(graph: OpGraph, pins: Pins, least: int) -> BlockChain:
+    """The chain of blocks of a graph, in classes that are decided alike."""
+    return split_classes(find_blocks(graph, min_blocks=least), graph.sources, pins.weights)
 
 
 def _least_blocks(pins: Pins) -> int:
@@ -167,7 +174,8 @@ def adopt_plan(
     captured = capture(model, batch, loss_fn=loss_fn)
     check_model(plan, captured.graph)
     progress("finding blocks", None)
-    chain = find_blocks(captured.graph, min_blocks=plan.pipeline)
+    pins = parse_pins(((pin.key, pin.value) for pin in plan.pins), SCHEDULES)
+    chain = _blocks(captured.graph, pins, plan.pipeline)
     return Planned(captured=captured, chain=chain, plan=plan)
 
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.runtime.deferred import InitTape, deferred_init
 from autopar.runtime.load import load_program
 from autopar.runtime.parallel import ParallelModel
 from autopar.runtime.verify import RankReport, compare
-from autopar.sources import Batch, LossFn, load_source
+from autopar.sources import Batch, LossFn, cast_batch, load_source
 
 OPTIMIZERS = {
     name.lower(): getattr(torch.optim, name)
@@ -78,14 +79,30 @@ def verify_job(job: Job) -> RankReport:
     )
 
 
+def build_empty(job: Job) -> tuple[nn.Module, Batch, InitTape | None]:
+    """The job's model without its weights where the source can make a batch alone, and the batch.
+
+    Each rank then makes only the weights it holds, one at a time, from the recorded initialisation.
+    """
+    source = load_source(job.source, seq_len=job.seq_len)
+    dtype = getattr(torch, job.dtype)
+    if source.make_batch is None:
+        model, batch, _ = build(job)
+        return model, batch, None
+    with deferred_init() as tape:
+        model, _, _ = source.build(device="cpu", dtype=dtype, samples=1)
+    return model.train(), cast_batch(source.make_batch(job.samples), dtype), tape
+
+
 def train_job(job: Job) -> list[tuple[float, float]]:
     """(loss, seconds) of every step of the program on the job's batch."""
-    model, batch, _ = build(job)
+    model, batch, tape = build_empty(job)
     parallel = ParallelModel(
         load_program(job.folder),
         model,
         optimizer=(optimizer_class(job.optimizer), dict(job.optimizer_kwargs)),
         seed=job.seed,
+        tape=tape,
         constants=job.constants,
     )
     results = []

@@ -23,13 +23,18 @@ Built = tuple[nn.Module, Batch, LossFn | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model that can be built again in any process. `spec` is the text it was named by."""
+    """A model that can be built again in any process. `spec` is the text it was named by.
+
+    `make(samples)` builds model, batch and loss; `make_batch`, where the source has it, the batch
+    alone.
+    """
 
     name: str
     spec: str
     seq_len: int | None
     make: Callable[[int | None], Built]
     default_batch: int | None = None
+    make_batch: Callable[[int | None], Batch] | None = None
 
     def build(self, *, device: str, dtype: torch.dtype | None, samples: int | None) -> Built:
         """The model, a batch and the loss function, on `device` (`meta` allocates nothing).
@@ -47,11 +52,12 @@ class ModelSource:
             model, batch, loss_fn = self.make(samples)
         if dtype is not None:
             model = model.to(dtype)
-            batch = _cast(batch, dtype)
+            batch = cast_batch(batch, dtype)
         return model, batch, loss_fn
 
 
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its floating tensors in `dtype`."""
     def cast(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if floating else value
@@ -98,7 +104,12 @@ def _from_zoo(name: str, seq_len: int | None) -> ModelSource:
         return entry.build(), entry.example(samples or entry.default_batch, seq_len), None
 
     return ModelSource(
-        name=name, spec=name, seq_len=seq_len, make=make, default_batch=entry.default_batch
+        name=name,
+        spec=name,
+        seq_len=seq_len,
+        make=make,
+        default_batch=entry.default_batch,
+        make_batch=lambda samples: entry.example(samples or entry.default_batch, seq_len),
     )
 
 

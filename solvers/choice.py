@@ -157,7 +157,10 @@ def _price_capacities(run: _Run, core: Core) -> ChoiceSolution:
             break
         bound = max(relaxed.bound, known.bound)
         known = run.best(known, relaxed.choices, bound=bound, engine=_PRICES, integral=True)
-        if known.status is Status.OPTIMAL or not _keep_useful(core, relaxed):
+        if known.status is Status.OPTIMAL:
+            break
+        if not _keep_useful(core, relaxed):
+            known = run.best(known, None, bound=known.objective, engine=_PRICES, integral=True)
             break
         size, before = core.size(), size
         if size > _WORTH_ANOTHER * before:
@@ -166,7 +169,7 @@ def _price_capacities(run: _Run, core: Core) -> ChoiceSolution:
 
 
 def _keep_useful(core: Core, relaxed: Relaxed) -> bool:
-    """Drop the options that no better solution uses; False if not even rounding leaves any."""
+    """Drop the options that no better solution uses; False if none is left at all."""
     try:
         for node, options in sorted(relaxed.useful.items()):
             core.keep(node, np.flatnonzero(np.isin(core.options[node], options)))

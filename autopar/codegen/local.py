@@ -38,10 +38,9 @@ class LocalNode:
         return self.mesh.axes[self.kernels.index(kernel)]
 
 
-_VALUE_OPS = frozenset(
-    "add sub rsub mul div pow remainder floor_divide clamp eq ne lt le gt ge masked_fill fill "
-    "where full".split()
-)
+_VALUE_OPS = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "remainder", "floor_divide"))
+_VALUE_OPS |= frozenset(("clamp", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill", "fill"))
+_VALUE_OPS |= frozenset(("where", "full"))
 """Ops that calculate with a number they are given: the batch size is then that of the whole batch.
 All others take numbers as extents, which are local."""
 

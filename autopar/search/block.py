@@ -90,8 +90,8 @@ def parameter_layouts(
 ) -> tuple[Layout, ...]:
     """Layouts to store a parameter in: those its readers ask for, partial forms replaced by `R`.
 
-    `pinned` fixes placements by parameter name and axis index; `R` there allows `R*`, which holds
-    the same value.
+    `pinned` fixes placements by parameter name and axis index, whether a reader asks for them or
+    not; `R` there allows `R*`, which holds the same value.
     """
     layouts = {tuple(R if p == P else p for p in layout) for layout in wanted}
     if not source.trainable:
@@ -106,6 +106,8 @@ def parameter_layouts(
 
     if not wanted:
         layouts = {(R,) * num_axes}
+    layouts |= {tuple(fixed.get(axis, p) for axis, p in enumerate(layout)) for layout in layouts}
+    layouts = set(filter(is_consistent, layouts))
     return tuple(sorted(filter(allowed, layouts), key=_summed_late_first))
 
 

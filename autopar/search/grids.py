@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, prod
 
 from autopar.errors import InputError
+from autopar.search.pins import Pins
 from autopar.search.pricer import Grid
 from autopar.search.setting import Setting
 
@@ -53,9 +54,8 @@ def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
         yield size, ceil(batch / (size * data))
 
 
-def _largest(pins: object, most: int) -> int:
-    pinned = getattr(pins, "micro_batch", None)
-    return most if pinned else LARGEST_MICRO_BATCH
+def _largest(pins: Pins, most: int) -> int:
+    return most if pins.micro_batch else LARGEST_MICRO_BATCH
 
 
 def grids(setting: Setting) -> tuple[Grid, ...]:
@@ -93,25 +93,38 @@ def grids(setting: Setting) -> tuple[Grid, ...]:
 def _no_grid(setting: Setting) -> str:
     pins, devices = setting.pins, setting.cluster.num_devices
     fixed = ", ".join(f"{key}={value}" for key, value in pins.items()) or "no pins"
-    reasons = []
-    for name in ("pipeline", "tensor", "data"):
-        degree = getattr(pins, name)
-        if degree is not None and devices % degree:
-            reasons.append(f"{name}={degree} does not divide {devices} devices")
-    if pins.pipeline is not None and pins.pipeline > len(setting.chain.blocks):
+    blocks = len(setting.chain.blocks)
+    reasons = _indivisible(pins, devices)
+    if pins.pipeline is not None and pins.pipeline > blocks:
         reasons.append(
-            f"pipeline={pins.pipeline} is more than the {len(setting.chain.blocks)} blocks that "
-            "the model can be cut into"
+            f"pipeline={pins.pipeline} is more than the {blocks} blocks that the model can be cut "
+            "into"
         )
-    if pins.pipeline and pins.tensor and pins.data:
-        product = pins.pipeline * pins.tensor * pins.data
-        if product != devices:
-            reasons.append(f"the pinned degrees use {product} devices, the cluster has {devices}")
+    if pins.data is not None and pins.data > setting.global_batch:
+        reasons.append(f"data={pins.data} exceeds the global batch {setting.global_batch}")
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         reasons.append(f"the batch cannot be split: {node}: {why}")
-    if pins.data is None and not reasons:
-        reasons.append(f"every data degree left exceeds the global batch {setting.global_batch}")
-    if pins.data is not None and pins.data > setting.global_batch:
-        reasons.append(f"data={pins.data} exceeds the global batch {setting.global_batch}")
+    if not reasons:
+        reasons.append(
+            f"every data degree left exceeds the global batch {setting.global_batch}, or no "
+            "micro-batch size is left"
+        )
     return f"no grid of {devices} devices satisfies {fixed}: " + "; ".join(reasons)
+
+
+def _indivisible(pins: Pins, devices: int) -> list[str]:
+    """How the pinned degrees fail to divide the devices."""
+    degrees = {n: getattr(pins, n) for n in ("pipeline", "data", "tensor") if getattr(pins, n)}
+    single = [
+        f"{name}={degree} does not divide {devices} devices"
+        for name, degree in degrees.items()
+        if devices % degree
+    ]
+    if single:
+        return [*single, f"degrees that do: {', '.join(map(str, divisors(devices)))}"]
+    whole = prod(degrees.values())
+    if devices % whole or (len(degrees) == 3 and whole != devices):
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        return [f"{text} = {whole} devices, the cluster has {devices}"]
+    return []

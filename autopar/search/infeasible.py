@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, inf
 
-from autopar.costs.memory import GIB
+from autopar.plan.text import amount
 from autopar.search.assemble import stage_terms
 from autopar.search.block import HEAVY_OPS
 from autopar.search.grids import widest_tensor
+from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
@@ -15,13 +17,11 @@ from autopar.search.stages import Staged
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
-def gib(nbytes: float) -> str:
-    """Bytes as GiB with one decimal, as MiB below that."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
-
-
 def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
-    """The closest miss: which stage needs how much, for what, and what would help."""
+    """The closest miss: which stage needs how much, for what, and what would help.
+
+    `unfit` are grids without a plan: too large, or not solved in time.
+    """
     setting = pricer.setting
     cluster = setting.cluster
     head = (
@@ -31,32 +31,48 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
     )
     if not unfit:
         return f"{head}: the pins leave no sharding; {_pins(setting)}"
-    closest = min(unfit, key=lambda staged: sum(short for _, short in staged.solution.conflict))
+    missed = [staged for staged in unfit if staged.solution.conflict]
+    if len(missed) < len(unfit):
+        return (
+            f"{head} that could be found in {setting.time_limit_s:g} s: {len(unfit) - len(missed)} "
+            f"of {len(unfit)} grids were not solved; give more time"
+        )
+    closest = min(missed, key=lambda staged: sum(short for _, short in staged.solution.conflict))
     grid = closest.grid
-    lines = [
-        f"{head}. The closest of {len(unfit)} grids is pipeline {grid.pipeline} x data {grid.data} "
-        f"x tensor {grid.tensor}, micro-batch {grid.micro_batch}:"
-    ]
+    count = len({staged.grid for staged in missed})
+    which = f"The closest of {count} grids" if count > 1 else "The only grid"
+    return "\n".join(
+        [
+            f"{head}. {which} is pipeline {grid.pipeline} x data {grid.data} x tensor "
+            f"{grid.tensor}, micro-batch {grid.micro_batch}:",
+            *_closest_lines(pricer, closest),
+        ]
+    )
+
+
+def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
+    setting, grid = pricer.setting, closest.grid
     worst = max(
         range(grid.pipeline),
         key=lambda k: closest.solution.stage_bytes[k] - closest.problem.capacity_bytes[k],
     )
     needs, has = closest.solution.stage_bytes[worst], closest.problem.capacity_bytes[worst]
     terms = _least_terms(pricer, closest, worst)
-    shown = ", ".join(f"{name} {gib(value)}" for name, value in terms if value)
-    lines.append(
-        f"  stage {worst} needs {gib(needs)} of {gib(has)}, {gib(needs - has)} too much: {shown}"
-    )
+    shown = ", ".join(f"{name} {amount(value)}" for name, value in terms if value)
     states = sum(
         value for name, value in terms if name in ("weights", "gradients", "master", "optimizer")
     )
-    more = -(-int(needs * cluster.num_devices) // int(has))
-    lines.append(
-        f"  what would help: about {more} such devices or more, devices of {gib(needs)}, "
-        + ("a smaller model or optimizer state" if states > needs / 2 else "a shorter sequence")
-        + (f"; {_pins(setting)}" if setting.pins.items() else "")
+    more = -(-int(needs * setting.cluster.num_devices) // int(has))
+    helps = [f"about {more} such devices or more", f"devices of {amount(needs)}"]
+    helps.append(
+        "a smaller model or optimizer state" if states > needs / 2 else "a shorter sequence"
     )
-    return "\n".join(lines)
+    pins = f"; {_pins(setting)}" if setting.pins.items() else ""
+    return [
+        f"  stage {worst} needs {amount(needs)} of {amount(has)}, {ceil(needs - has)} bytes too "
+        f"much: {shown}",
+        f"  what would help: {', '.join(helps)}{pins}",
+    ]
 
 
 def _pins(setting: Setting) -> str:
@@ -67,23 +83,29 @@ def _pins(setting: Setting) -> str:
 
 
 def _least_terms(pricer: Pricer, staged: Staged, stage: int) -> list[tuple[str, float]]:
-    """Memory terms of a stage with every block at its smallest option."""
+    """Memory terms of a stage run with as little as its blocks' options allow."""
     problem = staged.problem
-    cuts = staged.solution.cuts
+    indices = problem.stages(staged.solution.cuts)[stage]
     held = problem.in_flight[stage]
-    options = []
-    for block in problem.stages(cuts)[stage]:
-        offered = staged.options[problem.blocks[block]]
-        options.append(
-            min(
-                offered,
-                key=lambda o: (
-                    o.cost.state.terms.total_bytes + held * o.saved_bytes + o.transient_bytes
-                ),
-            )
-        )
-    blocks = [pricer.setting.chain.blocks[b] for b in problem.stages(cuts)[stage]]
+    options = _smallest([staged.options[problem.blocks[b]] for b in indices], held)
+    blocks = [pricer.setting.chain.blocks[b] for b in indices]
     return list(stage_terms(pricer, staged.grid, stage, blocks, options, held))
+
+
+def _smallest(offered: Sequence[Sequence[ClassOption]], held: int) -> list[ClassOption]:
+    """One option per block for the least sum of what is kept, plus the largest transient."""
+
+    def kept(option: ClassOption) -> int:
+        return option.cost.state.terms.total_bytes + held * option.saved_bytes
+
+    best: tuple[float, list[ClassOption]] = (inf, [])
+    for ceiling in {option.transient_bytes for options in offered for option in options}:
+        fitting = [[o for o in options if o.transient_bytes <= ceiling] for options in offered]
+        if all(fitting):
+            chosen = [min(options, key=kept) for options in fitting]
+            needs = sum(map(kept, chosen)) + max(o.transient_bytes for o in chosen)
+            best = min(best, (needs, chosen), key=lambda found: found[0])
+    return best[1]
 
 
 def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:

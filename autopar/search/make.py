@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.costs.optimizer_state import optimizer_note
+from autopar.errors import InputError
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import (
     Candidate,
@@ -23,10 +24,11 @@ from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
 from autopar.search.assemble import mesh_axes, stage_plans
 from autopar.search.grids import space_text
-from autopar.search.pins import Pins, check_names
+from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import Found, Planner, Progress
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
+from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
 _RUNNERS_UP = 5
@@ -38,17 +40,22 @@ def make_plan(setting: Setting, progress: Progress = lambda what, done: None) ->
     Raises InfeasiblePlan or InputError with the reason. With pins, a second search without them
     tells what they cost.
     """
-    check_names(
-        setting.pins,
-        [source.fqn for source in setting.graph.sources],
-        [block.module_path for block in setting.chain.blocks],
-    )
+    pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
+    setting = replace(setting, pins=pins)
     planner = Planner(setting=setting, progress=progress)
     found = planner.search()
     plan = _plan(planner, found)
     if setting.pins.items():
         plan = replace(plan, pins=_pin_prices(setting, plan, found, progress))
     return plan
+
+
+def check_backend(name: str) -> None:
+    """Raise InputError unless the ILP solver `name` is known and installed."""
+    try:
+        get_backend(name)
+    except BackendUnavailable as error:
+        raise InputError(str(error)) from None
 
 
 def _plan(planner: Planner, found: Found) -> Plan:
@@ -126,6 +133,7 @@ def _certificate(setting: Setting, found: Found) -> Certificate:
         (s for s in found.solved if s.grid != found.best.grid),
         key=lambda staged: staged.solution.objective,
     )
+    solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
     status = "optimal" if found.status is Status.OPTIMAL else "feasible, time limit reached"
     unique = {staged.grid: staged for staged in reversed(others)}
     ranked = sorted(unique.values(), key=lambda staged: staged.solution.objective)
@@ -134,11 +142,9 @@ def _certificate(setting: Setting, found: Found) -> Certificate:
         objective_s=objective,
         bound_s=bound,
         gap=relative_gap(objective, bound),
-        grids=len({s.grid for s in (*found.solved, *found.unfit)})
-        + len(found.pruned)
-        + len(found.unsolved),
-        solved=len({s.grid for s in (*found.solved, *found.unfit)}),
-        pruned=len(found.pruned),
+        grids=found.total,
+        solved=solved,
+        pruned=found.total - solved - found.unsolved,
         space=space_text(setting),
         runners_up=tuple(_candidate(staged, objective) for staged in ranked[:_RUNNERS_UP]),
     )

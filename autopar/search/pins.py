@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
-from autopar.ir.placement import Placement, parse_placement
+from autopar.ir.graph import Source, SourceKind
+from autopar.ir.placement import Placement, R, Shard, parse_placement
 
 DEGREES = ("pipeline", "data", "tensor", "micro_batches", "micro_batch")
 RECOMPUTE = ("none", "all")
 KEYS = (*DEGREES, "schedule", "recompute", "zero", "weight:NAME", "boundary")
+_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pins:
     """What is fixed; None or empty where the search is free.
 
-    `weights` are (parameter name, placement on the tensor axis), `boundaries` module paths that
-    must start a stage.
+    `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
+    module paths that must start a stage.
     """
 
     pipeline: int | None = None
@@ -87,26 +89,59 @@ def _add_weight(weights: dict[str, Placement], name: str, value: str) -> None:
         placement = parse_placement(value)
     except ValueError as error:
         raise InputError(f"pin weight:{name}={value}: {error}") from error
+    if placement != R and not isinstance(placement, Shard):
+        raise InputError(f"pin weight:{name}={value}: a parameter is stored as R or S(dim)")
     if weights.setdefault(name, placement) != placement:
         raise InputError(f"pin weight:{name} is given twice: {weights[name]} and {value}")
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=3)
-    return f"did you mean {', '.join(close)}?" if close else f"known pins: {', '.join(known)}"
+def _nearest(key: str, known: Sequence[str], what: str = "pins") -> str:
+    close = difflib.get_close_matches(key, known, n=3)
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"known {what}: {', '.join(known[:_SHOWN])}{more}"
 
 
-def check_names(pins: Pins, parameters: Iterable[str], modules: Iterable[str]) -> None:
-    """Raise InputError for a pin that names no parameter or no module of the model."""
-    known, paths = list(parameters), list(modules)
-    for name, _ in pins.weights:
+def settle_pins(pins: Pins, sources: Iterable[Source], block_paths: Iterable[str]) -> Pins:
+    """The pins with every parameter under its first name, checked against the model.
+
+    `block_paths` are the modules at which a stage may start. Raises InputError for a pin that names
+    no parameter or no such module, and for a placement that the parameter's shape does not allow.
+    """
+    state = [s for s in sources if s.kind in (SourceKind.PARAMETER, SourceKind.BUFFER)]
+    known = {name: source for source in state for name in (source.fqn, *source.tied)}
+    weights: dict[str, Placement] = {}
+    for name, placement in pins.weights:
         if name not in known:
-            raise InputError(
-                f"pin weight:{name}: the model has no such parameter; {_nearest(name, known)}"
-            )
+            near = _nearest(name, list(known), "parameters")
+            raise InputError(f"pin weight:{name}: the model has no such parameter; {near}")
+        _check_placement(name, placement, known[name])
+        _add_weight(weights, known[name].fqn, str(placement))
+    paths = list(dict.fromkeys(filter(None, block_paths)))
     for path in pins.boundaries:
-        if not any(p == path or p.startswith(f"{path}.") for p in paths):
+        if not any(within(p, path) for p in paths):
+            near = _nearest(path, paths, "blocks")
             raise InputError(
-                f"pin boundary={path}: no block of the model starts at that module; "
-                f"{_nearest(path, paths)}"
+                f"pin boundary={path}: no block of the model starts at that module; {near}"
             )
+    return replace(pins, weights=tuple(weights.items()))
+
+
+def _check_placement(name: str, placement: Placement, source: Source) -> None:
+    if not isinstance(placement, Shard):
+        return
+    shape = tuple(size.const for size in source.spec.shape)
+    if placement.dim >= len(shape):
+        dims = f"dims 0 to {len(shape) - 1}" if shape else "no dims"
+        raise InputError(f"pin weight:{name}={placement}: it has {dims}, its shape is {shape}")
+    if placement.pieces and sum(placement.pieces) != shape[placement.dim]:
+        raise InputError(
+            f"pin weight:{name}={placement}: the pieces add up to {sum(placement.pieces)}, dim "
+            f"{placement.dim} of its shape {shape} is {shape[placement.dim]}"
+        )
+
+
+def within(path: str, module: str) -> bool:
+    """Whether a module path is `module` or inside it."""
+    return path == module or path.startswith(f"{module}.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 
+from autopar.costs.memory import reserve_bytes
 from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref, SourceKind
 from autopar.ir.placement import Layout
@@ -17,7 +18,7 @@ from autopar.search.options import ClassOption, class_options
 from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import Setting
 from autopar.search.sharding import solve_sharding
-from autopar.search.stages import Staged, solve_stages
+from autopar.search.stages import Staged, partition_problem, solve_stages, stage_ranks
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.solution import Status
 
@@ -30,13 +31,16 @@ _MOST_FIXINGS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The outcome of a search: the best stages, what else was looked at, and the bound."""
+    """The outcome of a search: the best stages, what else was solved, and the bound.
+
+    Of `total` grids those neither solved, unfit nor `unsolved` were ruled out by a bound.
+    """
 
     best: Staged
     solved: tuple[Staged, ...]
     unfit: tuple[Staged, ...]
-    pruned: tuple[Grid, ...]
-    unsolved: tuple[Grid, ...]
+    total: int
+    unsolved: int
     bound_s: float
     status: Status
 
@@ -50,6 +54,7 @@ class Planner:
     pricer: Pricer = field(init=False)
     _bounds: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
+    _state_bytes: float | None = None
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
@@ -69,11 +74,12 @@ class Planner:
         best: Staged | None = None
         for position, (bound, grid) in enumerate(queue):
             if best is not None and bound >= best.solution.objective * (1 - _TIE):
-                return self._found(best, solved, unfit, queue[position:], bound_s=None)
+                return self._found(best, solved, unfit, len(queue), len(queue) - position, None)
             if time.monotonic() > deadline and best is not None:
-                return self._found(best, solved, unfit, queue[position:], bound_s=bound)
+                return self._found(best, solved, unfit, len(queue), len(queue) - position, bound)
             self.progress("searching grids", position / len(queue))
-            for staged in self._solve(grid):
+            limit_s = inf if best is None else best.solution.objective * (1 - _TIE)
+            for staged in self._solve(grid, limit_s):
                 (solved if staged.solution.status.has_solution else unfit).append(staged)
                 if staged.solution.status.has_solution and (
                     best is None or staged.solution.objective < best.solution.objective * (1 - _TIE)
@@ -81,29 +87,29 @@ class Planner:
                     best = staged
         if best is None:
             raise InfeasiblePlan(explain_infeasible(self.pricer, unfit))
-        return self._found(best, solved, unfit, [], bound_s=None)
+        return self._found(best, solved, unfit, len(queue), 0, None)
 
     def _found(
         self,
         best: Staged,
         solved: list[Staged],
         unfit: list[Staged],
-        rest: list[tuple[float, Grid]],
-        *,
+        total: int,
+        unsolved: int,
         bound_s: float | None,
     ) -> Found:
+        """`bound_s` bounds the `unsolved` grids where time ran out; None where none matters."""
         self.progress("proving the stages", None)
-        proof = solve_stages(self.pricer, best.grid, best.options, certify=True)
+        proof = solve_stages(self.pricer, best.grid, best.options, best.problem, certify=True)
         chosen = proof if proof.solution.status.has_solution else best
         optimal = bound_s is None and chosen.solution.status is Status.OPTIMAL
         bound = chosen.solution.bound if bound_s is None else min(bound_s, chosen.solution.bound)
-        left = tuple(grid for _, grid in rest)
         return Found(
             best=chosen,
             solved=tuple(solved),
             unfit=tuple(unfit),
-            pruned=left if bound_s is None else (),
-            unsolved=() if bound_s is None else left,
+            total=total,
+            unsolved=0 if bound_s is None else unsolved,
             bound_s=bound,
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         )
@@ -125,8 +131,14 @@ class Planner:
         )
 
     def _lower_bound(self, grid: Grid) -> float:
-        """Step time that no plan on the grid beats: blocks at their fastest, memory for free."""
+        """Step time that no plan on the grid beats: blocks at their fastest, memory for free.
+
+        Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
+        by how much, if nothing else fits.
+        """
         chain = self.setting.chain
+        if not self._state_may_fit(grid):
+            return inf
         fastest = [self._fastest(c.index, grid) for c in chain.classes]
         if inf in fastest:
             return inf
@@ -144,6 +156,22 @@ class Planner:
             )
         )
 
+    def _state_may_fit(self, grid: Grid) -> bool:
+        """Whether one share of every parameter's state fits the stages' memory put together."""
+        setting = self.setting
+        if self._state_bytes is None:
+            self._state_bytes = sum(
+                self.pricer.state_factor(source) * source.spec.nbytes(0)
+                for source in setting.graph.sources
+                if source.kind is SourceKind.PARAMETER
+            )
+        firsts = [stage_ranks(grid, stage)[0] for stage in range(grid.pipeline)]
+        room = sum(
+            setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
+            for rank in firsts
+        )
+        return self._state_bytes / grid.tensor <= room
+
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
         key = (class_index, grid.tensor, grid.micro_batch)
@@ -157,15 +185,20 @@ class Planner:
             self._bounds[key] = inf if solved is None else max(solved.bound, 0.0)
         return self._bounds[key]
 
-    def _solve(self, grid: Grid) -> Iterator[Staged]:
-        """The best stages of a grid for every way to lay parameters that several blocks share."""
+    def _solve(self, grid: Grid, limit_s: float) -> Iterator[Staged]:
+        """The best stages of a grid for every way to lay parameters that several blocks share.
+
+        Those that provably take `limit_s` or more are left out.
+        """
         for fixed in self._fixings(grid):
             options = {
                 c.index: self._class_options(grid, c.index, fixed)
                 for c in self.setting.chain.classes
             }
             if all(options.values()):
-                yield solve_stages(self.pricer, grid, options)
+                problem = partition_problem(self.pricer, grid, options)
+                if limit_s == inf or lower_bound(problem) < limit_s:
+                    yield solve_stages(self.pricer, grid, options, problem)
 
     def _class_options(
         self, grid: Grid, class_index: int, fixed: Mapping[str, Layout]

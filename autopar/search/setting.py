@@ -80,6 +80,14 @@ class Setting:
         kind = self.cluster.device(0).kind
         return trace_storage(self.graph.nodes, self.specs, device_kind=kind)
 
+    @cached_property
+    def block_paths(self) -> tuple[str, ...]:
+        """The module that every block starts at, for people and for pinned boundaries."""
+        return tuple(
+            block.module_path or self.nodes[block.nodes[0]].module_path
+            for block in self.chain.blocks
+        )
+
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""
         return tuple(self.nodes[name] for name in block.nodes)

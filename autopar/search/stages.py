@@ -13,6 +13,7 @@ from autopar.ir.graph import Ref
 from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.registry import build_schedule
 from autopar.search.options import ClassOption
+from autopar.search.pins import within
 from autopar.search.pricer import Grid, Pricer
 from solvers.partition import PartitionProblem, PartitionSolution, solve_partition
 
@@ -126,13 +127,8 @@ def fixed_cuts(pricer: Pricer, pipeline: int) -> tuple[int, ...] | None:
     pinned = pricer.setting.pins.boundaries
     if not pinned:
         return None
-    blocks = pricer.setting.chain.blocks
-    cuts = []
-    for path in pinned:
-        starts = [
-            b.index for b in blocks if b.module_path == path or b.module_path.startswith(f"{path}.")
-        ]
-        cuts.append(starts[0])
+    starts = pricer.setting.block_paths
+    cuts = [next(i for i, start in enumerate(starts) if within(start, path)) for path in pinned]
     if len(set(cuts)) != pipeline - 1 or 0 in cuts:
         raise InputError(
             f"{len(pinned)} boundaries are pinned ({', '.join(pinned)}), which make "
@@ -146,11 +142,12 @@ def solve_stages(
     pricer: Pricer,
     grid: Grid,
     options: Mapping[int, tuple[ClassOption, ...]],
+    problem: PartitionProblem,
     *,
     certify: bool = False,
 ) -> Staged:
-    """Cut the chain into the stages of a grid, one option per block."""
-    problem = partition_problem(pricer, grid, options)
+    """Cut the chain into the stages of a grid, one option per block; `certify` has an engine
+    prove the answer."""
     setting = pricer.setting
     solution = solve_partition(
         problem,
