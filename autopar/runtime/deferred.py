@@ -88,7 +88,9 @@ class InitTape(TorchDispatchMode):
         has_meta = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         makes = is_random and any(a.name == "device" for a in func._schema.arguments)
-        if not has_meta and not (makes or func in _EMPTY):
+        # A model may make its own helpers where its weights are: `arange(n, device=w.device)`.
+        on_meta = any(isinstance(x, torch.device) and x.type == "meta" for x in leaves)
+        if not (has_meta or on_meta or makes or func in _EMPTY):
             # Small and known: positions, masks, ones. Equal on all ranks, if random ones are.
             with torch.random.fork_rng(devices=[], enabled=is_random):
                 if is_random:

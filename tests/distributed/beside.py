@@ -125,12 +125,17 @@ def same_structure(value, expected):
         assert value == expected and type(value) is type(expected)
 
 
-def train_beside(model, batch, pins, expect=None, steps=2):
-    """Train a model beside its eager copy; `expect` are placements on the tensor axis by name."""
+def train_beside(model, batch, pins, *, steps=2):
+    """Train a new model beside its eager copy, then evaluate both; for further checks the two."""
     torch.manual_seed(0)
     both = Beside(model(), pins)
     both.train(batch, steps)
     both.same_evaluation(batch)
+    return both
+
+
+def check_training(model, batch, pins, expect=None):
+    """What a pool runs: `expect` are placements on the tensor axis by parameter name."""
+    both = train_beside(model, batch, pins)
     for fqn, placement in (expect or {}).items():
         assert both.layout(fqn) == placement, (fqn, both.layout(fqn))
-    return both

@@ -16,8 +16,8 @@ def token_batch(vocab=VOCAB):
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
-def wide_loss(logits, labels, vocab_size, **_):
-    """Hugging Face's causal loss without its cast to float32, which hides what 1e-9 can show."""
+def one_dtype_loss(logits, labels, vocab_size, **_):
+    """Mean next-token loss, as Hugging Face's for causal models."""
     logits, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
     return nn.functional.cross_entropy(logits, labels)
 
@@ -61,22 +61,28 @@ def hf_llama_stock():
     return LlamaForCausalLM(config), token_batch()
 
 
-def with_wide_loss(model, batch):
-    model.loss_function = wide_loss
+def in_one_dtype(model, batch):
+    """The model without its casts to float32, in norms and loss, which hide what 1e-9 can show."""
+    model.loss_function = one_dtype_loss
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            if hasattr(norm, "variance_epsilon"):
+                replaced = nn.RMSNorm(norm.weight.numel(), norm.variance_epsilon)
+                setattr(module, name, replaced)
     return model, batch
 
 
 def hf_gpt2():
-    return with_wide_loss(*hf_gpt2_stock())
+    return in_one_dtype(*hf_gpt2_stock())
 
 
 def hf_gpt2_dropout():
     """With the dropout of 0.1 that is GPT-2's default, in attention too."""
-    return with_wide_loss(*hf_gpt2_stock(dropout=0.1))
+    return in_one_dtype(*hf_gpt2_stock(dropout=0.1))
 
 
 def hf_llama():
-    return with_wide_loss(*hf_llama_stock())
+    return in_one_dtype(*hf_llama_stock())
 
 
 class Residual(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside import Beside, close, train_beside
+from beside import Beside, check_training, close, train_beside
 
 import autopar
 from autopar.errors import InputError
@@ -31,7 +31,7 @@ def test_uneven_micro_batches(pool4, pins, samples, micro_batches, schedule):
     """8 samples in 3 micro-batches, 7 in 4: a shape error on some ranks while others hang or leave
     wrong gradients (pytorch/pytorch#126600). Samples keep their weight."""
     pins = pins | {"micro_batches": micro_batches, "schedule": schedule}
-    pool4.run(train_beside, models.Chain, models.regression(samples), pins)
+    pool4.run(check_training, models.Chain, models.regression(samples), pins)
 
 
 def test_a_changed_sequence_length_is_refused_everywhere(pool2):
@@ -102,7 +102,7 @@ def structured(mask=True, **extra):
 def test_inputs_of_later_stages_and_structured_outputs(pool2, pins, batch):
     """Labels, masks and keywords that only a later stage reads, None and numbers in the output
     (pytorch/pytorch#130055, pytorch/pytorch#136416)."""
-    pool2.run(train_beside, models.Structured, batch, pins)
+    pool2.run(check_training, models.Structured, batch, pins)
 
 
 def test_keywords_that_are_no_tensors(pool2):
@@ -207,7 +207,7 @@ def test_tokens_are_counted_over_the_whole_batch(pool4, form, micro_batches):
     a mean of means, NaN for the row without labels, or a count left out
     (pytorch/torchtitan#2972, huggingface/transformers#34191)."""
     pins = PP2DP2 | {"micro_batches": micro_batches}
-    pool4.run(train_beside, partial(models.Counted, form), models.counted_batch(), pins)
+    pool4.run(check_training, partial(models.Counted, form), models.counted_batch(), pins)
 
 
 def test_an_optimizer_built_before(pool2):

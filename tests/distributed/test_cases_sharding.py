@@ -10,7 +10,7 @@ import case_models as models
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Beside, close, train_beside
+from beside import Beside, check_training, close, train_beside
 
 import autopar
 from autopar.runtime.initialize import initial_values
@@ -34,14 +34,14 @@ def test_fewer_or_uneven_kv_heads_than_ranks(pool4, heads, kv_heads, head_dim, e
     model = partial(models.Attention, heads, kv_heads, head_dim)
     batch = models.regression(3, heads * head_dim, seq=(5,))
     pins = TP4 | {f"weight:{name}": placement for name, placement in expect.items()}
-    pool4.run(train_beside, model, batch, pins, expect)
+    pool4.run(check_training, model, batch, pins, expect)
 
 
 @pytest.mark.slow
 def test_heads_that_ranks_do_not_divide(pool8):
     """28 heads on 8 ranks (THU-KEG/AdaptThink#1)."""
     model = partial(models.Attention, 28, 4, 2)
-    pool8.run(train_beside, model, models.regression(2, 56, seq=(3,)), {"tensor": 8})
+    pool8.run(check_training, model, models.regression(2, 56, seq=(3,)), {"tensor": 8})
 
 
 @pytest.mark.parametrize("vocab", [10, 5])
@@ -52,26 +52,29 @@ def test_vocabulary_that_ranks_do_not_divide(pool4, vocab, tied):
     model = partial(models.Vocabulary, vocab, tied=tied)
     expect = {"embed.weight": "S(0)"} | ({} if tied else {"head.weight": "S(0)"})
     pins = TP4 | {f"weight:{name}": placement for name, placement in expect.items()}
-    pool4.run(train_beside, model, models.vocabulary_batch(vocab), pins, expect)
+    pool4.run(check_training, model, models.vocabulary_batch(vocab), pins, expect)
 
 
+@pytest.mark.parametrize("placement", ["S(0)", "S(0:16|8|8)", None])
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 8, 8)])
-def test_packed_projection_is_cut_per_piece(pool2, sizes):
+def test_packed_projection_is_cut_per_piece(pool2, sizes, placement):
     """`chunk` and an uneven `split` of a packed QKV: one cut through the whole concatenation gives
     ranks queries of some heads with keys of others (pytorch/pytorch#140069,
-    NVIDIA-NeMo/Automodel#1324). The gathered rows are in the original order."""
-    pieces = f"S(0; {'|'.join(map(str, sizes))})"
-    pool2.run(check_packed, sizes, pieces)
+    NVIDIA-NeMo/Automodel#1324). Cut per piece the heads stay together; cut through the whole, by a
+    pin, the pieces are put together first. The gathered rows are in the original order."""
+    if placement and ":" in placement:
+        placement = f"S(0:{'|'.join(map(str, sizes))})"
+    pool2.run(check_packed, sizes, placement)
 
 
-def check_packed(sizes, pieces):
+def check_packed(sizes, placement):
     batch = models.regression(4, 16, seq=(3,))
-    both = train_beside(partial(models.Packed, sizes), batch, TP2 | {"weight:qkv.weight": "S(0)"})
-    layout = both.layout("qkv.weight")
-    assert layout.startswith("S(0") and layout != "S(0)", layout
-    full = both.parallel.full_state_dict()
-    if dist.get_rank() == 0:
-        close(full["qkv.weight"], both.reference.qkv.weight)
+    pins = {"weight:qkv.weight": placement} if placement else {}
+    both = train_beside(partial(models.Packed, sizes), batch, TP2 | pins)
+    if placement:
+        assert both.layout("qkv.weight") == placement
+    else:
+        assert both.layout("qkv.weight") in ("R", "R*", f"S(0:{'|'.join(map(str, sizes))})")
 
 
 def test_row_parallel_bias_is_added_once(pool4):
@@ -80,7 +83,7 @@ def test_row_parallel_bias_is_added_once(pool4):
     huggingface/text-generation-inference#1036)."""
     expect = {"down.weight": "S(1)"}
     pins = TP4 | {"weight:down.weight": "S(1)"}
-    pool4.run(train_beside, models.RowBias, models.regression(6, 4, 3), pins, expect)
+    pool4.run(check_training, models.RowBias, models.regression(6, 4, 3), pins, expect)
 
 
 @pytest.mark.parametrize("pins", [TP4, {"tensor": 2, "data": 2}, {"data": 4}], ids=str)
@@ -157,7 +160,7 @@ def test_views_that_split_and_merge_sharded_dims(pool4, pins, samples):
     """`view` over a sharded dim raised, on some ranks only, or gave wrong values
     (pytorch/pytorch#143372, pytorch/pytorch#172102)."""
     batch = {"x": models.draw(samples, 4, 8), "y": models.draw(samples, 4, 32)}
-    pool4.run(train_beside, models.SplitMerge, batch, pins)
+    pool4.run(check_training, models.SplitMerge, batch, pins)
 
 
 @pytest.mark.parametrize("pins", [TP4, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}])

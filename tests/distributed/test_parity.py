@@ -66,7 +66,7 @@ class Case:
 # Not every combination, but every pair of (grid, model), (grid, schedule), (grid, recompute) and
 # (grid, micro-batches): see `test_cases_cover_all_pairs`. KV heads of llama_tiny and hf_llama (2)
 # are fewer than the ranks of tp4; samples of a micro-batch are fewer than those of dp4 at 3 and 8.
-# The Hugging Face models compute their loss in the model's own dtype, except in fp32 the stock ones.
+# `_stock` models are Hugging Face's as they are; the others keep to the model's dtype throughout.
 CASES = [
     Case("mlp", "dp4", 1, "gpipe", "all"),
     Case("gpt_tiny", "dp4", 3, "1f1b", "none"),

@@ -118,6 +118,21 @@ def test_deferred_init_runs_the_models_own_code():
     assert not values(model, names, seed=1, tape=tape)["first.weight"].equal(have["first.weight"])
 
 
+def test_deferred_init_replays_helpers_made_where_the_weights_are():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.empty(4))
+            steps = torch.arange(4, device=self.frequencies.device)
+            self.frequencies.copy_(2.0**-steps)
+
+    with deferred_init() as tape:
+        model = Rotary()
+    assert model.frequencies.is_meta
+    (_, value), *_ = initial_values(model, ["frequencies"], tape=tape)
+    assert value.tolist() == [1.0, 0.5, 0.25, 0.125]
+
+
 def test_deferred_init_fills_a_hugging_face_model():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
