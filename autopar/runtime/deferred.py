@@ -182,8 +182,7 @@ def _window(view: _View, real: dict[int, torch.UntypedStorage]) -> Tensor:
     if view.storage not in real:
         raise InputError(
             f"a tensor of shape {view.size} that the model was filled with under deferred_init was "
-            f"not made by a torch op, such as the number in `weight[0] = 1.0`; use "
-            f"`weight[0].fill_(1.0)`, or build the model on the CPU"
+            "not made by a torch op under it; make it inside, or build the model on the CPU"
         )
     empty = torch.empty(0, dtype=view.dtype, device="cpu")
     return empty.set_(real[view.storage], view.offset, view.size, view.stride)

@@ -161,8 +161,18 @@ class Assigned(Own):
             self.scale[1] = 7.0
 
 
-def test_deferred_init_names_what_it_cannot_run_again():
+def test_deferred_init_replays_assigned_numbers():
     with deferred_init() as tape:
         model = Assigned()
-    with pytest.raises(InputError, match=r"use `weight\[0\].fill_"):
+    assert values(model, ["scale"], tape=tape)["scale"][1] == 7.0
+
+
+def test_deferred_init_names_what_it_cannot_run_again():
+    before = torch.empty(3, device="meta")
+    with deferred_init() as tape:
+        model = Own()
+        model.scale = nn.Parameter(torch.empty(3))
+        with torch.no_grad():
+            model.scale.copy_(before)
+    with pytest.raises(InputError, match="not made by a torch op"):
         values(model, ["scale"], tape=tape)
