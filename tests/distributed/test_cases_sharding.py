@@ -13,6 +13,8 @@ import torch.distributed as dist
 from beside import Beside, check_training, close, train_beside
 
 import autopar
+from autopar.compiler import PlanOptions, plan_model
+from autopar.errors import InfeasiblePlan
 from autopar.runtime.initialize import initial_values
 
 pytestmark = pytest.mark.distributed
@@ -37,11 +39,13 @@ def test_fewer_or_uneven_kv_heads_than_ranks(pool4, heads, kv_heads, head_dim, e
     pool4.run(check_training, model, batch, pins, expect)
 
 
-@pytest.mark.slow
-def test_heads_that_ranks_do_not_divide(pool8):
-    """28 heads on 8 ranks (THU-KEG/AdaptThink#1)."""
-    model = partial(models.Attention, 28, 4, 2)
-    pool8.run(check_training, model, models.regression(2, 56, seq=(3,)), {"tensor": 8})
+def test_heads_that_ranks_do_not_divide_are_refused_before_the_run():
+    """28 heads on 8 ranks failed in forward (THU-KEG/AdaptThink#1): the plan says why not, and
+    what would do."""
+    model, batch = models.Attention(28, 4, 2).double(), models.regression(8, 56, seq=(3,))
+    options = PlanOptions(precision="fp64", pins=(("tensor", "8"),))
+    with pytest.raises(InfeasiblePlan, match=r"28 heads cannot be split evenly over 8 .*: 2, 4"):
+        plan_model(model, batch, "local:8", options)
 
 
 @pytest.mark.parametrize("vocab", [10, 5])
