@@ -32,6 +32,9 @@ from autopar.sources import LossFn
 
 Pins = Mapping[str, object]
 _RUNNABLE = {"fp32": torch.float32, "fp64": torch.float64}
+_TIMEOUT_S = 1800.0
+"""How long ranks wait for each other: the others wait for the first while it plans. A rank that
+fails is noticed at once, by what started it."""
 
 
 def parallelize(
@@ -134,7 +137,7 @@ class Parallel:
             if devices == 1 and not dist.is_torchelastic_launched():
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             else:
-                return self._checked(init_from_env(), devices)
+                return self._checked(init_from_env(timeout_s=_TIMEOUT_S), devices)
         return self._checked(torch.device("cpu" if kind == "cpu" else "cuda"), devices)
 
     def _checked(self, device: torch.device, devices: int) -> torch.device:

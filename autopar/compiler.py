@@ -83,7 +83,7 @@ class Planned:
 
     def files(self) -> dict[str, str]:
         """The program: file name to text."""
-        return program_files(self.view)
+        return program_files(self.view, self.captured.fixed_entries)
 
 
 def plan_model(

@@ -30,12 +30,14 @@ from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpe
 class Captured:
     """A captured model.
 
-    `constants` holds the value of each source of kind constant by its name; `program` is what
+    `constants` holds the value of each source of kind constant by its name, `fixed_entries` the
+    entries of the batch that are no tensors, which the graph has for good; `program` is what
     torch.export made, for inspection.
     """
 
     graph: OpGraph
     constants: dict[str, Tensor]
+    fixed_entries: dict[str, Any]
     program: ExportedProgram
 
     @property
@@ -126,6 +128,7 @@ def _captured(
     return Captured(
         graph=graph,
         constants={source.name: value for source, value in constants.values()},
+        fixed_entries={k: v for k, v in entries.constants.items() if v is not None},
         program=program,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -24,14 +24,19 @@ def state_sources(model: nn.Module, sizes: SizeReader) -> dict[str, Source]:
     """
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
+    kept = model.state_dict(keep_vars=True)
     return {
-        **_by_name(parameters, SourceKind.PARAMETER, "p_", sizes),
-        **_by_name(buffers, SourceKind.BUFFER, "b_", sizes),
+        **_by_name(parameters, SourceKind.PARAMETER, "p_", sizes, kept),
+        **_by_name(buffers, SourceKind.BUFFER, "b_", sizes, kept),
     }
 
 
 def _by_name(
-    named: Iterable[tuple[str, Tensor]], kind: SourceKind, prefix: str, sizes: SizeReader
+    named: Iterable[tuple[str, Tensor]],
+    kind: SourceKind,
+    prefix: str,
+    sizes: SizeReader,
+    kept: Container[str],
 ) -> dict[str, Source]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -47,6 +52,7 @@ def _by_name(
             fqn=first,
             spec=sizes.spec(tensor),
             trainable=kind is SourceKind.PARAMETER and tensor.requires_grad,
+            persistent=first in kept,
             tied=tuple(others),
         )
         sources.update(dict.fromkeys((first, *others), source))
@@ -78,6 +84,7 @@ def constant_sources(
         source = Source(
             name="c_" + identifier(fqn),
             kind=SourceKind.CONSTANT,
+            persistent=False,
             fqn=fqn,
             spec=sizes.spec(node.meta["val"]),
         )

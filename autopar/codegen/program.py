@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import tempfile
@@ -24,9 +25,13 @@ from autopar.ir.placement import Layout
 from autopar.plan.serialize import to_json
 
 
-def program_files(view: ModelView) -> dict[str, str]:
-    """File name to text of a program."""
-    files = {"plan.json": to_json(view.plan), "__init__.py": index_source(view)}
+def program_files(view: ModelView, fixed_entries: Mapping[str, object]) -> dict[str, str]:
+    """File name to text of a program.
+
+    `fixed_entries` are the batch entries that are no tensors. Raises InputError for one that
+    cannot be written as a literal.
+    """
+    files = {"plan.json": to_json(view.plan), "__init__.py": index_source(view, fixed_entries)}
     for variant in view.plan.variants:
         files[f"{variant.name}.py"] = variant_source(view, variant)
     for stage in view.plan.stages:
@@ -34,7 +39,7 @@ def program_files(view: ModelView) -> dict[str, str]:
     return files
 
 
-def index_source(view: ModelView) -> str:
+def index_source(view: ModelView, fixed_entries: Mapping[str, object]) -> str:
     """The package's `__init__.py`."""
     count = len(view.plan.stages)
     stages = ", ".join(f"stage_{index}" for index in range(count))
@@ -54,10 +59,23 @@ def index_source(view: ModelView) -> str:
         f"\nfrom . import {stages}\n\n"
         f"STAGES = ({stages},)\n"
         f"INPUTS = (\n{inputs})\n"
+        f"FIXED_ENTRIES = {_literal(fixed_entries)}\n"
         f"OUTPUTS = (\n{outputs})\n"
         f"OUTPUT_TREE = {view.graph.output_tree!r}\n"
         f"LOSS_LAYOUT = {_layout(_loss_layout(view))}\n"
     )
+
+
+def _literal(fixed_entries: Mapping[str, object]) -> str:
+    for key, value in fixed_entries.items():
+        try:
+            ast.literal_eval(repr(value))
+        except (ValueError, SyntaxError):
+            raise InputError(
+                f"batch entry {key!r} is a {type(value).__name__}; besides tensors, expected "
+                "numbers, texts, and tuples, lists and dicts of them: set it on the model instead"
+            ) from None
+    return repr(dict(fixed_entries))
 
 
 def _mesh(view: ModelView) -> list[tuple[str, int]]:

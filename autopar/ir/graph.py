@@ -94,7 +94,8 @@ class Source:
 
     `fqn` is the original dotted name of a parameter or buffer, or the key of an input (a batch
     entry: `input_ids`, or `0` for a positional one). `tied` lists further names of the same
-    parameter. `trainable` tells whether the optimizer updates it.
+    parameter. `trainable` tells whether the optimizer updates it, `persistent` whether it is in the
+    model's state dict.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Source:
     fqn: str
     spec: TensorSpec
     trainable: bool = False
+    persistent: bool = True
     tied: tuple[str, ...] = ()
 
 

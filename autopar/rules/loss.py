@@ -49,7 +49,26 @@ def _count_valid(op: Op) -> IndexExpr:
     return IndexExpr(inputs=(dims,), outputs=((),), sizes=sizes_of((dims, shape)))
 
 
-@register("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.ctc_loss")
+@register("aten.cross_entropy_loss", "aten.nll_loss_nd")
+def _loss_per_token(op: Op) -> IndexExpr | None:
+    """Without reduction `logits[n, v, ...], target[n, ...] -> [n, ...]`, over whole classes.
+
+    The mean over valid labels of a share is no share of the mean: left whole.
+    """
+    logits, target, *weight = op.inputs
+    if op.integer(3, "reduction", _MEAN) != _NONE or target.is_floating:
+        return None
+    classes = min(1, len(logits.shape) - 1)
+    dims = name_dims(logits.shape, skip=(classes,))
+    tokens = (*dims[:classes], *dims[classes + 1 :])
+    return IndexExpr(
+        inputs=(dims, tokens, *(((),) for _ in weight)),
+        outputs=(tokens,),
+        sizes=sizes_of((tokens, target.shape)),
+    )
+
+
+@register("aten.nll_loss", "aten.ctc_loss")
 def _normalised(op: Op) -> None:
     """The mean over valid labels of a share is no share of the mean: left whole."""
 

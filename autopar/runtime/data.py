@@ -79,6 +79,12 @@ def check_batch(
     """
     entries, known = as_mapping(batch), {spec.key: spec for spec in specs}
     constants = constants or {}
+    for key, value in constants.items():
+        if key not in entries:
+            raise InputError(
+                f"batch entry {key!r} was captured with {value!r}, and is missing; capture the "
+                "model again with a batch like this one"
+            )
     for key in known:
         if key not in entries:
             raise InputError(

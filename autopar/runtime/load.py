@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +24,16 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """A program in memory. `output_tree` is JSON that the return value is rebuilt from."""
+    """A program in memory.
+
+    `fixed_entries` are the batch entries that are no tensors and have gone into its code;
+    `output_tree` is JSON that the return value is rebuilt from.
+    """
 
     plan: Plan
     stages: tuple[StageProgram, ...]
     inputs: tuple[InputSpec, ...]
+    fixed_entries: Mapping[str, object]
     outputs: tuple[OutputSpec, ...]
     output_tree: str
     loss_layout: Layout
@@ -51,6 +57,7 @@ def load_program(folder: Path | str) -> LoadedProgram:
         plan=plan,
         stages=tuple(_stage(i, module) for i, module in enumerate(package.STAGES)),
         inputs=package.INPUTS,
+        fixed_entries=package.FIXED_ENTRIES,
         outputs=package.OUTPUTS,
         output_tree=package.OUTPUT_TREE,
         loss_layout=package.LOSS_LAYOUT,

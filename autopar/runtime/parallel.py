@@ -57,6 +57,7 @@ class ParallelModel:
             train=[program.stages[stage] for stage in self.world.stages],
             schedule=insert_communication(schedule),
             inputs=program.inputs,
+            constants=program.fixed_entries,
             loss_layout=program.loss_layout,
             outputs=program.outputs,
             seed=seed,

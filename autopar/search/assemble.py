@@ -162,6 +162,7 @@ def _parameters(
                     layout=layout,
                     trainable=source.trainable,
                     buffer=source.kind is not SourceKind.PARAMETER,
+                    persistent=source.persistent,
                     tied=source.tied,
                     shard_sizes=_uneven(shape, layout, grid),
                 ),
@@ -185,6 +186,7 @@ def _whole(source: Source) -> ParameterPlan:
         layout=(R,) * len(AXES),
         trainable=source.trainable,
         buffer=source.kind is not SourceKind.PARAMETER,
+        persistent=source.persistent,
         tied=source.tied,
     )
 

@@ -78,7 +78,7 @@ class Beside:
                     close(self.store.gather_full(fqn), state[name])
         have = self.parallel.full_state_dict()
         if dist.get_rank() == 0:
-            assert list(sorted(have)) == sorted(state)
+            assert sorted(have) == sorted(state)
             for name, value in state.items():
                 close(have[name], value)
 

@@ -9,10 +9,10 @@ import case_models as models
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from beside import Beside, check_training, close, train_beside
 
 import autopar
+from autopar.codegen.traffic import totals
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
 
@@ -114,6 +114,8 @@ def test_keywords_that_are_no_tensors(pool2):
 def check_keywords():
     batch = structured(scale=2.0)
     both = train_beside(models.Structured, batch, PP2)
+    with pytest.raises(InputError, match="'scale' was captured with 2.0, and is missing"):
+        both.parallel.backward_step(structured())
     with pytest.raises(InputError) as caught:
         both.parallel.backward_step(batch | {"scale": 3.0})
     return str(caught.value)
@@ -123,35 +125,24 @@ def test_frozen_stages(pool4):
     """Nothing to backpropagate on the first stage, a low-rank update on the second, a frozen third
     that passes gradients on: "element 0 does not require grad", or gradients sent to no use
     (tdrussell/qlora-pipe#56, pytorch/PiPPy#1122)."""
-    assert pool4.run(check_frozen) == [0, 0, 1, 1]
+    # The second stage is the first with something to train, so it sends no gradient on.
+    assert pool4.run(check_frozen) == [[], [], [2], [2]]
 
 
 def check_frozen():
     torch.manual_seed(0)
-    both = Beside(models.FrozenStart(), {"pipeline": 4, "micro_batches": 2})
+    pins = {"pipeline": 4, "micro_batches": 2, "boundary": ["adapted", "third", "last"]}
+    both = Beside(models.FrozenStart(), pins)
     before = {k: v.clone() for k, v in both.reference.state_dict().items()}
     batch = models.regression(4)
     both.train(batch)
-    for fqn, entry in both.store.entries.items():
-        if not entry.spec.trainable:
-            assert entry.shared.grad is None
-            assert entry.local.equal(before[fqn])
+    frozen = [e for e in both.store.entries.values() if not e.spec.trainable]
+    assert all(e.shared.grad is None and e.local.equal(before[e.spec.fqn]) for e in frozen)
     recorder = both.parallel.program.world.recorder
     recorder.start()
     both.backward(batch)
-    sends = [
-        c for c in recorder.stop() if c.op is CollectiveOp.SEND_RECV and c.phase == "backward"
-    ]
-    stage = both.parallel.program.world.stages[0]
-    owners = {p.fqn: s.index for s in both.parallel.plan.stages for p in s.parameters}
-    assert owners["adapted.up.weight"] == stage_of_first_gradient(both)
-    assert len(sends) <= 1 and all(c.count == 2 for c in sends)
-    del stage
-    return len(sends)
-
-
-def stage_of_first_gradient(both):
-    return min(s.index for s in both.parallel.plan.stages for p in s.parameters if p.trainable)
+    ran = totals(recorder.stop())
+    return [c.count for c in ran if c.op is CollectiveOp.SEND_RECV and c.phase == "backward"]
 
 
 @pytest.mark.parametrize("pins", [PP2DP2, PP2TP2], ids=str)
@@ -249,7 +240,3 @@ def check_bound_optimizer(pins):
     assert both.parallel.optimizer is optimizer
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.5]
-
-
-def loss_of_output(output, batch):
-    return F.mse_loss(output, batch["y"])

@@ -9,7 +9,6 @@ from functools import partial
 import case_models as models
 import pytest
 import torch
-import torch.distributed as dist
 from beside import Beside, check_training, close, train_beside
 
 import autopar

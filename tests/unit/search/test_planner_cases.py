@@ -16,6 +16,7 @@ from torch import nn
 import autopar
 from autopar.compiler import Planned, PlanOptions, adopt_plan, plan_model
 from autopar.costs.clusters import parse_cluster
+from autopar.costs.memory import PRECISIONS, Training
 from autopar.errors import InfeasiblePlan, InputError, PlanMismatch
 from autopar.ir.graph import Ref
 from autopar.ir.placement import R_STAR, R, Shard, chunk_sizes
@@ -23,7 +24,7 @@ from autopar.plan.check import check_plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.rules import axis_strategies
 from autopar.search.block import node_options
-from autopar.search.pricer import Pricer
+from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import Setting
 from model_zoo.gpt import GPT, GPTConfig
 
@@ -219,3 +220,198 @@ def test_predicted_activations_are_those_that_autograd_keeps(alone, build, examp
     counted = kept_by_autograd(parallel, batch)
     predicted = dict(parallel.plan.stages[0].memory_bytes)["activations"]
     assert predicted == pytest.approx(counted, rel=0.1)
+
+
+# -- memory is per stage (Megatron-Bridge PR#5077) -------------------------------------------------
+
+
+def language_model(layers, hidden, vocab, seq, cluster="local:4", pins=(), **options):
+    return plan(
+        lambda: LanguageModel(layers, hidden, vocab), tokens(seq), cluster, pins, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """Eight equal blocks as 1, 2, 2, 3, with the embedding before and the head after."""
+    pins = ["pipeline=4", *(f"boundary=layers.{i}" for i in (1, 3, 5))]
+    return language_model(8, 32, 64, 8, pins=pins, global_batch=8).plan
+
+
+def test_the_reported_peak_is_that_of_the_heaviest_stage(uneven):
+    """Megatron-Bridge PR#5077: the average under-reports the heaviest stage by 31.8 %."""
+    layers = [
+        sum(b.module_path.startswith("layers") for b in stage.blocks) for stage in uneven.stages
+    ]
+    assert layers == [1, 2, 2, 3]
+    totals = [total_bytes(stage) for stage in uneven.stages]
+    assert uneven.prediction.peak_stage == 3
+    assert uneven.prediction.peak_bytes == pytest.approx(totals[3]) == pytest.approx(max(totals))
+    assert uneven.prediction.peak_bytes > 1.3 * sum(totals) / 4
+
+
+def test_the_stages_hold_the_parameters_of_the_model_once(uneven):
+    """Megatron-Bridge PR#5077: the sum over stages is the model."""
+    block = 2 * 32 + 4 * 32 * 33 + 32 * 129
+    ends = [64 * 32, 0, 0, 2 * 32 + 64 * 32]
+    for stage, layers, end in zip(uneven.stages, (1, 2, 2, 3), ends, strict=True):
+        assert dict(stage.memory_bytes)["weights"] == 4 * (layers * block + end)
+        assert state_bytes(stage) == 16 * (layers * block + end)
+
+
+def test_a_tied_parameter_is_counted_on_each_owner_and_flagged():
+    """Megatron-Bridge PR#5077, with the head tied to the embedding."""
+    config = GPTConfig(layers=4, hidden=32, heads=4, vocab=64, seq_len=8)
+    ids = torch.empty(4, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    found = plan(lambda: GPT(config), batch, "local:2", ["pipeline=2"], global_batch=4).plan
+    owners = Counter(p.fqn for stage in found.stages for p in stage.parameters)
+    assert {fqn for fqn, count in owners.items() if count > 1} == {"token.weight"}
+    tied = [p.tied for stage in found.stages for p in stage.parameters if p.fqn == "token.weight"]
+    assert tied == [("head.weight",)] * 2
+    once = sum(torch.Size(int(str(s)) for s in e.shape).numel() for e in found.model.parameters)
+    held = sum(dict(stage.memory_bytes)["weights"] for stage in found.stages)
+    assert held == 4 * (once + 64 * 32)
+    assert any(c.axes == ("tied",) and c.nbytes == 4 * 64 * 32 for c in found.collectives)
+
+
+# -- the ends of the chain are heavier (DeepSpeed#1378, Megatron-Bridge PR#5391, Megatron#890) -----
+
+VOCAB, SEQ = 32000, 512
+
+
+def heavy_ends(pins=()):
+    return language_model(
+        8, 64, VOCAB, SEQ, pins=["pipeline=4", "micro_batch=2", *pins], global_batch=16
+    ).plan
+
+
+@pytest.fixture(scope="module")
+def heavy():
+    return heavy_ends()
+
+
+def test_the_ends_get_fewer_blocks(heavy):
+    """DeepSpeed#1378: first and last stages 25-30 % above the middle ones."""
+    layers = [
+        sum(b.module_path.startswith("layers") for b in stage.blocks) for stage in heavy.stages
+    ]
+    assert sum(layers) == 8
+    assert max(layers[0], layers[3]) < min(layers[1], layers[2])
+
+
+def test_the_last_stage_holds_logits_softmax_and_their_gradient(heavy):
+    """Megatron#890: at least twice tokens x vocabulary in float32."""
+    logits = 2 * SEQ * VOCAB * 4
+    last = dict(heavy.stages[3].memory_bytes)
+    assert last["transient"] >= 2 * logits
+    assert last["activations"] >= logits
+    assert all(dict(stage.memory_bytes)["transient"] < logits for stage in heavy.stages[:3])
+
+
+def test_an_even_split_costs_more(heavy):
+    """Megatron-Bridge PR#5391: 2/2/2/2 is not the balanced split."""
+    even = heavy_ends([f"boundary=layers.{i}" for i in (2, 4, 6)])
+    assert even.certificate.objective_s > heavy.certificate.objective_s
+    assert even.prediction.step_s > heavy.prediction.step_s
+    priced = {pin.key: pin.cost_s for pin in even.pins}
+    assert priced["boundary"] > 0
+
+
+# -- no layer is dropped (Megatron#1304, torchtitan PR#963) ----------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(7, 2), (10, 4)])
+def test_every_op_and_parameter_is_on_a_stage(layers, stages):
+    """Megatron#1304: 30 layers on 4 stages trained 28."""
+    planned = language_model(
+        layers, 16, 32, 8, f"local:{stages}", [f"pipeline={stages}"], global_batch=8
+    )
+    graph, chain = planned.captured.graph, planned.chain
+    indices = [block.index for stage in planned.plan.stages for block in stage.blocks]
+    assert indices == list(range(len(chain.blocks)))
+    placed = [name for index in indices for name in chain.blocks[index].nodes]
+    assert Counter((*placed, *chain.setup)) == Counter(node.name for node in graph.nodes)
+    owned = Counter(p.fqn for stage in planned.plan.stages for p in stage.parameters)
+    with torch.device("meta"):
+        model = LanguageModel(layers, 16, 32)
+    assert set(owned) == set(dict(model.named_parameters()))
+    assert set(owned.values()) == {1}
+    source = "\n".join(text for name, text in planned.files().items() if name != "plan.json")
+    assert all(f"blocks.{i}" in source or f"layers.{i}" in source for i in range(layers))
+
+
+# -- memory and bandwidth of every op count (autoparallel PR#22) -----------------------------------
+
+
+class Lookup(nn.Module):
+    """A wide embedding and a small layer over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50000, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, ids, y):
+        return ((self.head(self.embed(ids)) - y) ** 2).mean()
+
+
+LOOKUP = {"ids": torch.empty(8, 128, dtype=torch.long), "y": torch.empty(8, 128, 8)}
+
+
+@pytest.mark.parametrize("pins", [(), ("tensor=8",)], ids=["free", "tensor"])
+def test_the_output_of_an_embedding_stays_sharded_where_memory_is_tight(pins):
+    """autoparallel PR#22: gathered embedding and inputs, then sharded 'for free'."""
+    whole = 4096 * 128 * 8 * 4
+    # state of a table split eight ways; y - x and the embedding kept, a gradient on the way
+    limit = int(1.05 * (16 * (50000 + 9) * 8 / 8 + 3 * whole / 8))
+    found = plan(
+        Lookup,
+        LOOKUP,
+        "local:8",
+        ["micro_batches=1", *pins],
+        global_batch=4096,
+        memory_limit_bytes=limit,
+    ).plan
+    choices = {c.node: c for variant in found.variants for c in variant.choices}
+    embedded = choices["embedding"].outputs[0]
+    split = 1
+    for axis, placement in zip(found.axes, embedded, strict=True):
+        split *= axis.size if isinstance(placement, Shard) else 1
+    assert split * found.pipeline == 8
+    assert found.prediction.peak_bytes <= limit
+    assert dict(found.stages[0].memory_bytes)["activations"] <= 2 * whole / split
+
+
+def test_every_op_costs_something():
+    """autoparallel PR#22: bytes moved over bandwidth at least, but for views."""
+    planned = language_model(1, 16, 32, 8, "local:1", global_batch=4)
+    pricer = Pricer(
+        Setting(
+            name="m",
+            graph=planned.captured.graph,
+            chain=planned.chain,
+            cluster=parse_cluster("8:h100-sxm"),
+            global_batch=4,
+            training=Training(precision=PRECISIONS["fp32"]),
+        )
+    )
+    grid = Grid(
+        pipeline=1, data=1, tensor=1, micro_batch=4, micro_batches=1, schedule="1f1b"
+    )
+    prices = pricer.prices(grid)
+    device = pricer.device
+    free = set()
+    for block in planned.chain.blocks:
+        space = pricer.space(block, (1, 1))
+        for node, options in zip(space.nodes, space.options, strict=True):
+            forward, backward = pricer.compute(node, options[0], prices)
+            out = Ref(node.name)
+            if forward == 0:
+                free.add(node.target)
+                assert pricer.setting.storage.base(out) != out, node.target
+                continue
+            moved = prices.local_bytes(out, options[0].outputs[0])
+            assert forward >= moved / device.memory_bandwidth_bytes_s
+            assert (backward > 0) == node.requires_grad
+    assert free <= {"aten.flatten.using_ints", "aten.view.default"}
