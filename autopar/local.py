@@ -152,9 +152,9 @@ def planned_collectives(planned: Planned, rank: int) -> tuple[Collective, ...]:
     """What the plan says that a rank communicates in one step."""
     plan = planned.plan
     stage = next(stage for stage in plan.stages if rank in stage.ranks)
-    data_rank = stage.ranks.index(rank) // plan.axis("tensor")
-    counts = micro_batch_counts(plan, data_rank=data_rank)
-    return totals(stage_collectives(planned.view, stage, counts))
+    place = divmod(stage.ranks.index(rank), plan.axis("tensor"))
+    counts = micro_batch_counts(plan, data_rank=place[0])
+    return totals(stage_collectives(planned.view, stage, counts, place))
 
 
 def _unplanned(planned: Planned, reports: Sequence[RankReport]) -> list[str]:

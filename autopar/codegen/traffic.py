@@ -15,7 +15,7 @@ from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.placement import R_STAR, Layout, chunk_sizes, largest_shape
+from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import GradientEntry, buckets
 from autopar.plan.flow import move_bytes
@@ -35,19 +35,25 @@ def micro_batch_counts(
 
 
 def stage_collectives(
-    view: ModelView, stage: StagePlan, counts: Sequence[int] | None = None
+    view: ModelView,
+    stage: StagePlan,
+    counts: Sequence[int] | None = None,
+    at: tuple[int, ...] | None = None,
 ) -> tuple[Collective, ...]:
-    """What the first rank of a stage communicates in one step, merged and sorted.
+    """What a rank of a stage communicates in one step, merged and sorted.
 
-    `counts` are its samples of each micro-batch, by default those of the plan's global batch.
+    `at` is its place on the mesh axes, by default the first; `counts` are its samples of each
+    micro-batch, by default those of the plan's global batch.
     """
+    # Samples are counted per rank: any place on the data axis holds an even share of `counts`.
+    place = (0, *(at or (0,) * len(view.mesh.sizes))[1:])
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
     found.update(_setup(view, stage))
     for samples, times in Counter(count for count in counts if count).items():
-        for item in _micro_batch(view, stage, samples):
+        for item in _micro_batch(view, stage, samples, place):
             found[item] += times
-    found.update(_sync(view, stage))
+    found.update(_sync(view, stage, place))
     found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
     if view.plan.num_devices == 1:
         found.clear()
@@ -68,21 +74,23 @@ def _collective(
     return Collective(op=op, nbytes=nbytes, axes=axes, phase=phase, value=value)
 
 
-def _micro_batch(view: ModelView, stage: StagePlan, samples: int) -> Iterator[Collective]:
+def _micro_batch(
+    view: ModelView, stage: StagePlan, samples: int, at: tuple[int, ...]
+) -> Iterator[Collective]:
     """Collectives of one micro-batch of `samples` samples on this rank."""
     variants = {variant.name: variant for variant in view.plan.variants}
     for use in stage.blocks:
         variant = variants[use.variant]
         block, _ = view.variant_flow(variant)
-        for item in _block(view, block, variant.choices, samples):
+        for item in _block(view, block, variant.choices, samples, at):
             yield item
             if use.recompute and item.phase == "forward":
                 yield replace(item, phase="recompute")
-    yield from _sends(view, stage, samples)
+    yield from _sends(view, stage, samples, at)
 
 
 def _block(
-    view: ModelView, block: Block, choices: Sequence[NodeChoice], samples: int
+    view: ModelView, block: Block, choices: Sequence[NodeChoice], samples: int, at: tuple[int, ...]
 ) -> Iterator[Collective]:
     variant = next(v for v in view.plan.variants if v.choices == tuple(choices))
     _, flow = view.variant_flow(variant)
@@ -97,15 +105,15 @@ def _block(
             (move.transition.backward, "backward"),
         ):
             if op is not None:
-                nbytes = move_bytes(spec, move, op, sizes, whole_batch)
+                nbytes = move_bytes(spec, move, op, sizes, whole_batch, at)
                 if nbytes:
                     yield _collective(op, nbytes, (view.mesh.axes[axis],), phase, str(move.value))
     for choice in choices:
-        yield from _inner(view, view.nodes[choice.node], choice, whole_batch)
+        yield from _inner(view, view.nodes[choice.node], choice, whole_batch, at)
 
 
 def _inner(
-    view: ModelView, node: OpNode, choice: NodeChoice, whole_batch: int
+    view: ModelView, node: OpNode, choice: NodeChoice, whole_batch: int, at: tuple[int, ...]
 ) -> Iterator[Collective]:
     """Collectives inside a node's kernels."""
     for axis, strategy in enumerate(view.strategies(node, choice)):
@@ -114,24 +122,28 @@ def _inner(
         for inner in strategy.collectives:
             ref = node.inputs()[inner.like_input]
             layout = choice.inputs[inner.like_input]
-            numel = prod(_local(view, view.specs[ref], layout, whole_batch))
+            numel = prod(_local(view, view.specs[ref], layout, whole_batch, at))
             nbytes = numel * DTYPE_BYTES[inner.dtype]
             if nbytes:
                 yield _collective(inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name)
 
 
-def _local(view: ModelView, spec: TensorSpec, layout: Layout, whole_batch: int) -> tuple[int, ...]:
-    return largest_shape(shape_at(spec.shape, whole_batch), layout, view.mesh.sizes)
+def _local(
+    view: ModelView, spec: TensorSpec, layout: Layout, whole_batch: int, at: tuple[int, ...]
+) -> tuple[int, ...]:
+    return local_shape(shape_at(spec.shape, whole_batch), layout, view.mesh.sizes, at)
 
 
-def _sends(view: ModelView, stage: StagePlan, samples: int) -> Iterator[Collective]:
+def _sends(
+    view: ModelView, stage: StagePlan, samples: int, at: tuple[int, ...]
+) -> Iterator[Collective]:
     """Messages to the neighbours: values to the next stage, gradients to the one before."""
     first, last = stage.blocks[0].index, stage.blocks[-1].index
     boundaries = view.chain.boundaries
     whole_batch = samples * view.mesh.sizes[0]
 
     def message(ref: Ref, phase: str) -> Collective:
-        shape = _local(view, view.specs[ref], view.shared[ref], whole_batch)
+        shape = _local(view, view.specs[ref], view.shared[ref], whole_batch, at)
         nbytes = prod(shape) * DTYPE_BYTES[view.specs[ref].dtype]
         return _collective(CollectiveOp.SEND_RECV, nbytes, ("pipeline",), phase, str(ref))
 
@@ -153,7 +165,7 @@ def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
         yield _collective(CollectiveOp.ALL_REDUCE, nbytes, (view.mesh.axes[0],), "setup", name)
 
 
-def _sync(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
+def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Collective]:
     """Gradient sums after the last backward: buckets over axes, then tied parameters."""
     mesh = view.mesh
     entries = []
@@ -162,7 +174,7 @@ def _sync(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
     for parameter in stage.parameters:
         if not parameter.trainable:
             continue
-        shape = largest_shape(parameter.shape, parameter.layout, mesh.sizes)
+        shape = local_shape(parameter.shape, parameter.layout, mesh.sizes, at)
         nbytes = prod(shape) * DTYPE_BYTES[parameter.dtype]
         axes = tuple(
             axis

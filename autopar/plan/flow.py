@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp, Transition, transition
 from autopar.ir.graph import DTYPE_BYTES, OpGraph, OpNode, Ref, SourceKind, TensorSpec
-from autopar.ir.placement import Layout, R, Shard, largest_shape, local_shape
+from autopar.ir.placement import Layout, R, Shard, local_shape
 from autopar.ir.size import shape_at
 from autopar.ir.strategy import BatchAxis
 from autopar.plan.plan import NodeChoice
@@ -55,29 +56,25 @@ def moves_between(
     return tuple(moves)
 
 
-def whole_on_axis(
-    shape: tuple[int, ...], layout: Layout, sizes: Sequence[int], axis: int, *, rank: int = 0
-) -> tuple[int, ...]:
-    """Local shape on all axes but `axis`, on which it stays whole; `rank` is the first axis's."""
-    others = tuple(1 if i == axis else size for i, size in enumerate(sizes))
-    coordinate = tuple(rank if i == 0 and others[0] > 1 else 0 for i in range(len(others)))
-    return local_shape(shape, layout, others, coordinate)
-
-
 def move_bytes(
-    spec: TensorSpec, move: Move, op: CollectiveOp, sizes: Sequence[int], batch: int
+    spec: TensorSpec,
+    move: Move,
+    op: CollectiveOp,
+    sizes: Sequence[int],
+    batch: int,
+    at: Sequence[int] | None = None,
 ) -> int:
     """Bytes of the collective of a move, in the convention of `ir.collective.Collective`.
 
-    `batch` counts the samples over all data-parallel ranks.
+    `batch` counts the samples over all data-parallel ranks; `at` is the rank's place on every axis,
+    by default that of the rank with the largest shares.
     """
-    shape = whole_on_axis(shape_at(spec.shape, batch), move.before, sizes, move.axis)
-    if op is CollectiveOp.ALL_TO_ALL:
-        shape = largest_shape(shape_at(spec.shape, batch), move.before, tuple(sizes))
-    count = DTYPE_BYTES[spec.dtype]
-    for extent in shape:
-        count *= extent
-    return count
+    place = list(at or (0,) * len(sizes))
+    spread = list(sizes)
+    if op is not CollectiveOp.ALL_TO_ALL:
+        spread[move.axis], place[move.axis] = 1, 0
+    shape = local_shape(shape_at(spec.shape, batch), move.before, tuple(spread), tuple(place))
+    return prod(shape) * DTYPE_BYTES[spec.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,9 +39,14 @@ def number(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A fraction as a percentage: `8.6%`; small ones to two digits, so that they do not vanish."""
+    """A fraction as a percentage: `8.6%`; small ones to two digits, so that they do not vanish.
+
+    What is left of a sum by rounding is none.
+    """
     value = 100 * share
-    return f"{value:.1f}%" if abs(value) >= 1 or value == 0 else f"{value:.2g}%"
+    if abs(value) < _ROUNDING:
+        return "0.0%"
+    return f"{value:.1f}%" if abs(value) >= 1 else f"{value:.2g}%"
 
 
 def digits(value: float) -> str:

@@ -17,6 +17,7 @@ from autopar.runtime.parallel import ParallelModel
 from autopar.runtime.reference import reference_random
 
 LossFn = Callable[[Any, Any], Tensor]
+_LEAST = 1e-12
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 """Relative error by dtype of the weights."""
 
@@ -51,15 +52,18 @@ def call_model(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
     return output["loss"] if isinstance(output, Mapping) else output.loss  # type: ignore[no-any-return]
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """max |value - reference| / max |reference|; NaN counts as infinite."""
+def relative_error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """max |value - reference| / max(max |reference|, floor); NaN counts as infinite.
+
+    `floor` is the size below which a tensor is nothing but the rounding of others.
+    """
     value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
     if value.shape != reference.shape:
         return float("inf")
     if not reference.numel():
         return 0.0
     difference = (value - reference).abs().max()
-    error = float(difference / reference.abs().max().clamp_min(1e-12))
+    error = float(difference / reference.abs().max().clamp_min(max(floor, _LEAST)))
     return float("inf") if isnan(error) else error
 
 
@@ -84,11 +88,14 @@ def compare(
     found: list[Deviation] = []
     losses: list[float] = []
 
-    def note(what: str, name: str, step: int, value: Tensor, expected: Tensor) -> None:
-        error = relative_error(value, expected)
+    def note(
+        what: str, name: str, step: int, value: Tensor, expected: Tensor, floor: float = 0.0
+    ) -> None:
+        error = relative_error(value, expected, floor)
         found.append(Deviation(what=what, name=name, step=step, error=error))
 
-    _compare_weights(parallel, reference, 0, note)
+    _compare_weights(parallel, reference, 0, note, floor=0.0)
+    start = [p.detach().clone() for p in reference.parameters()]
     collectives: tuple[Collective, ...] = ()
     for step in range(steps):
         recorder = parallel.world.recorder
@@ -111,7 +118,11 @@ def compare(
         if parallel.optimizer is not None:
             parallel.optimizer.step()
             parallel.optimizer.zero_grad(set_to_none=True)
-    _compare_weights(parallel, reference, steps, note)
+    # A bias whose gradient is zero but for rounding moves by rounding: next to what training moves
+    # elsewhere, that is nothing.
+    moved = [(p - old).abs().max() for p, old in zip(reference.parameters(), start, strict=True)]
+    largest = max((float(m.detach()) for m in moved), default=0.0)
+    _compare_weights(parallel, reference, steps, note, floor=largest)
     return RankReport(
         rank=parallel.world.rank,
         deviations=tuple(found),
@@ -120,26 +131,30 @@ def compare(
     )
 
 
-_Note = Callable[[str, str, int, Tensor, Tensor], None]
+_Note = Callable[..., None]
 
 
 def _draws(model: nn.Module) -> bool:
     return model.training
 
 
-def _compare_weights(parallel: ParallelModel, reference: nn.Module, step: int, note: _Note) -> None:
+def _compare_weights(
+    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note, *, floor: float
+) -> None:
     known = dict(reference.named_parameters(remove_duplicate=False))
     what = "initial weights" if step == 0 else f"weights after {step} steps"
     for fqn in parallel.store.entries:
         whole = parallel.store.gather_full(fqn)
         if fqn in known:
-            note(what, fqn, step, whole, known[fqn])
+            note(what, fqn, step, whole, known[fqn], floor)
 
 
 def _compare_gradients(
     parallel: ParallelModel, reference: nn.Module, step: int, note: _Note
 ) -> None:
     known = dict(reference.named_parameters(remove_duplicate=False))
+    grads = [p.grad for p in reference.parameters() if p.grad is not None]
+    largest = max((float(grad.abs().max()) for grad in grads), default=0.0)
     for fqn, entry in parallel.store.entries.items():
         if not entry.spec.trainable:
             continue
@@ -151,4 +166,10 @@ def _compare_gradients(
             step,
             zeros if whole is None else whole,
             zeros if expected is None else expected,
+            largest * rounding(known[fqn].dtype),
         )
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """A gradient this much smaller than the largest one is within the rounding of the tolerance."""
+    return torch.finfo(dtype).eps / TOLERANCE[str(dtype).removeprefix("torch.")]

@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Packed(nn.Module):
-    """Attention on one packed projection, taken apart by `split`, or by `chunk` if all are equal."""
+    """Attention on one packed projection, taken apart by `split`, or by `chunk` if all equal."""
 
     def __init__(self, sizes, head_dim=4, hidden=16):
         super().__init__()
@@ -117,7 +117,7 @@ class Dropouts(nn.Module):
 
 
 class SplitMerge(nn.Module):
-    """Views that split the sharded dim of 32 in (8, 4), merge it with dims before and behind it, and
+    """Views that split the sharded dim of 32 in (8, 4), merge it with dims around it, and
     merge the samples: (2, 8, 4) -> (16, 4), (4, 4, 4) -> (8, 8) and (6, 256) -> (-1) are reported.
     """
 

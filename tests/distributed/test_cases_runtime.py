@@ -114,7 +114,7 @@ def test_keywords_that_are_no_tensors(pool2):
 def check_keywords():
     batch = structured(scale=2.0)
     both = train_beside(models.Structured, batch, PP2)
-    with pytest.raises(InputError, match="'scale' was captured with 2.0, and is missing"):
+    with pytest.raises(InputError, match=r"'scale' was captured with 2\.0, and is missing"):
         both.parallel.backward_step(structured())
     with pytest.raises(InputError) as caught:
         both.parallel.backward_step(batch | {"scale": 3.0})

@@ -114,7 +114,7 @@ def _variants():
     )
 
 
-def _collective(op, nbytes, group, phase, value, count=1):  # noqa: PLR0917
+def _collective(op, nbytes, group, phase, value, count=1):
     return Collective(op=op, nbytes=nbytes, axes=(group,), phase=phase, value=value, count=count)
 
 

@@ -38,7 +38,7 @@ def test_any_number_of_samples(samples):
 
 
 def changed(**changes):
-    return {k: v for k, v in {**batch(), **changes}.items() if v is not ...}
+    return {k: v for k, v in {**batch(), "scale": 1.0, **changes}.items() if v is not ...}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def changed(**changes):
         (changed(flat=torch.zeros(128)), "differ in their number of samples: .*4.*2"),
         (changed(extra=torch.zeros(1)), "'extra' was captured without it, got a tensor"),
         (changed(scale=2.0), "'scale' was captured with 1.0, got 2.0"),
+        (changed(scale=...), "'scale' was captured with 1.0, and is missing"),
     ],
 )
 def test_refusals(given, message):
@@ -60,8 +61,8 @@ def test_refusals(given, message):
         check_batch(given, SPECS, {"scale": 1.0})
 
 
-def test_constants_may_be_given_again():
-    check_batch(changed(scale=1.0), SPECS, {"scale": 1.0})
+def test_constants_are_given_again():
+    check_batch(changed(), SPECS, {"scale": 1.0})
 
 
 @pytest.mark.parametrize(
