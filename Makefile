@@ -24,8 +24,10 @@ demo: $(VENV)/installed
 	$(BIN)/autopar verify gpt_tiny --cluster local:4
 	$(BIN)/autopar verify gpt_tiny --cluster local:4 --pin tensor=2 --pin pipeline=2
 
-test: lint
-	$(BIN)/python -m pytest
+# all of it runs, whatever fails first
+test: $(VENV)/installed-dev
+	@status=0; $(MAKE) --no-print-directory lint || status=$$?; \
+		echo $(BIN)/python -m pytest; $(BIN)/python -m pytest && exit $$status
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

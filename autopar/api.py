@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.capture import capture, first_difference
 from autopar.codegen.program import write_files
 from autopar.compiler import PlanOptions, adopt_plan, plan_model
 from autopar.costs.clusters import parse_cluster
-from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.errors import AutoparError, CaptureError, InputError, RuntimeFailure
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.plan.plan import Plan
@@ -260,16 +260,23 @@ class Parallel:
         return self.program.full_state_dict()
 
 
-def _from_first_rank(make: Any) -> Any:
+def _from_first_rank(make: Callable[[], Any]) -> Any:
     """What `make()` gives on rank 0, on every rank; an error of it is raised on every rank."""
     message: list[Any] = [None]
+    failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
             message = [("done", make())]
         except AutoparError as error:
             message = [("error", error)]
+        except Exception as error:  # others wait for a message, whatever went wrong here
+            failed = error
+            text = f"planning failed on rank 0: {type(error).__name__}: {error}"
+            message = [("error", RuntimeFailure(text))]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(message, src=0)
+    if failed is not None:
+        raise failed
     status, value = message[0]
     if status == "error":
         raise value

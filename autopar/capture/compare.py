@@ -8,15 +8,20 @@ from dataclasses import replace
 from autopar.capture.arguments import op_overload
 from autopar.ir.graph import Arg, OpGraph, OpNode, Ref
 
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
 MODE_ARGS: dict[str, tuple[str, ...]] = {
-    "aten.dropout.default": ("train",),
     "aten.feature_dropout.default": ("train",),
     "aten.alpha_dropout.default": ("train",),
-    "aten.scaled_dot_product_attention.default": ("dropout_p",),
+    ATTENTION: ("dropout_p",),
     "aten.batch_norm.default": ("training",),
     "aten.instance_norm.default": ("use_input_stats",),
 }
 """The arguments that tell training from evaluation."""
+
+DROPOUT = "aten.dropout.default"
+"""Runs in training alone, as programs do: a graph for evaluation may have it turned off or not at
+all. One that is on (`F.dropout(x)`, whose `training` is True) makes a difference."""
 
 MEMORY_ONLY = frozenset(["aten.contiguous.default"])
 """Ops that move memory but change no value. Whether a model needs one depends on the strides of
@@ -31,11 +36,14 @@ def same_when_evaluating(train: OpGraph, evaluation: OpGraph) -> bool:
 def first_difference(train: OpGraph, evaluation: OpGraph) -> str | None:
     """What first differs between the graph in training and in eval mode; None if nothing does.
 
-    Names of nodes do not count, nor do ops that only move memory.
+    Names of nodes do not count, nor do dropout and ops that only move memory.
     """
     for field in ("sources", "output_tree"):
         if getattr(train, field) != getattr(evaluation, field):
             return field
+    for node in evaluation.nodes:
+        if _drops(node):
+            return f"{_place(node)} drops in evaluation"
     ours, theirs = list(_canonical(train)), list(_canonical(evaluation))
     for (node, form), (other, other_form) in zip(ours, theirs, strict=False):
         if form != other_form:
@@ -49,12 +57,18 @@ def _place(node: OpNode) -> str:
     return f"{node.target} ({node.name}, {node.source})"
 
 
+def _drops(node: OpNode) -> bool:
+    if node.target == DROPOUT:
+        return bool(node.arg(2, "train", True)) and node.arg(1, "p", 0.5) != 0.0
+    return node.target == ATTENTION and node.arg(4, "dropout_p", 0.0) != 0.0
+
+
 def _canonical(graph: OpGraph) -> Iterator[tuple[OpNode, object]]:
     """Each node with a form that is equal for equal nodes; the results come last."""
     names: dict[Ref, Ref] = {}
     count, last = 0, None
     for node in graph.nodes:
-        if node.target in MEMORY_ONLY:
+        if node.target in MEMORY_ONLY or node.target == DROPOUT:
             source = node.inputs()[0]
             names[Ref(node.name)] = names.get(source, source)
             continue

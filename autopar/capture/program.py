@@ -30,7 +30,7 @@ from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpe
 class Captured:
     """A captured model.
 
-    `constants` holds the value of each source of kind constant by its name, `fixed_entries` the
+    `constants` holds the value of each source of kind constant by its fqn, `fixed_entries` the
     entries of the batch that are no tensors, which the graph has for good; `program` is what
     torch.export made, for inspection.
     """
@@ -127,7 +127,7 @@ def _captured(
     _check_loss_is_trainable(graph)
     return Captured(
         graph=graph,
-        constants={source.name: value for source, value in constants.values()},
+        constants={source.fqn: value for source, value in constants.values()},
         fixed_entries={k: v for k, v in entries.constants.items() if v is not None},
         program=program,
     )

@@ -73,7 +73,7 @@ def source_values(
         if source.kind is SourceKind.INPUT:
             values[source.name] = tensors[source.fqn]
         elif source.kind is SourceKind.CONSTANT:
-            values[source.name] = constants[source.name].to(device)
+            values[source.name] = constants[source.fqn].to(device)
         else:
             values[source.name] = state[source.fqn]
     return values

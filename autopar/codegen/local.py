@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 
 from autopar.codegen.sizes import shape_text, size_text
 from autopar.codegen.targets import Call, print_call
@@ -54,12 +54,12 @@ def argument_text(arg: Arg, names: Callable[[Ref], str], *, batch: str = "batch"
             return size_text(arg).replace("batch", batch)
         case tuple():
             return f"[{', '.join(argument_text(item, names, batch=batch) for item in arg)}]"
-        case str() if arg.startswith("dtype:"):
-            return f"torch.{arg.removeprefix('dtype:')}"
-        case str() if arg.startswith("memory_format:"):
-            return f"torch.{arg.removeprefix('memory_format:')}"
+        case str() if arg.startswith("device:"):
+            return "ctx.device"
+        case str() if arg.startswith(("dtype:", "layout:", "memory_format:")):
+            return f"torch.{arg.partition(':')[2]}"
         case float():
-            return f'float("{arg}")' if arg in (float("inf"), float("-inf")) else repr(arg)
+            return repr(arg) if isfinite(arg) else f'float("{arg}")'
         case _:
             return repr(arg)
 

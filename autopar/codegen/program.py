@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,14 +123,17 @@ def write_files(files: Mapping[str, str], folder: Path) -> None:
     Raises InputError if the folder exists and holds anything that is not a program.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; choose a folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / "plan.json").exists():
         raise InputError(f"{folder} is not empty and holds no program; choose another folder")
     if not folder.parent.is_dir():
         raise InputError(f"{folder.parent} is no folder; make it first")
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    for name, text in files.items():
-        (staging / name).write_text(text, encoding="utf-8")
-    staging.chmod(0o755)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(staging, folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        written, earlier = Path(scratch) / "written", Path(scratch) / "earlier"
+        written.mkdir()
+        for name, text in files.items():
+            (written / name).write_text(text, encoding="utf-8")
+        if folder.exists():
+            os.replace(folder, earlier)
+        os.replace(written, folder)

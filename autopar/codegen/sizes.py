@@ -33,7 +33,8 @@ def dim_text(
     pieces = placement.pieces or (size.const,)
     if all(piece % degree == 0 for piece in pieces):
         return str(size.const // degree)
-    return f"{name}.share({size.const})"
+    own = f", {placement.pieces}" if placement.pieces else ""
+    return f"{name}.share({size.const}{own})"
 
 
 def shape_text(

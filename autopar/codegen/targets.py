@@ -65,7 +65,7 @@ def _method(name: str) -> Printer:
 def _infix(symbol: str) -> Printer:
     def printer(call: Call) -> str:
         left, right = call.args[0], call.args[1]
-        alpha = call.kwargs.get("alpha", "1")
+        alpha = call.arg(2, "alpha", "1")
         if alpha != "1":
             right = f"{alpha} * {right}"
         return f"{left} {symbol} {right}"
@@ -78,7 +78,8 @@ def _shape_method(name: str) -> Printer:
 
 
 def _slice(call: Call) -> str:
-    dim, start = int(call.arg(1, "dim", "0")), call.arg(2, "start", "0")
+    dim = int(call.arg(1, "dim", "0")) % call.input_ranks[0]
+    start = call.arg(2, "start", "0")
     end, step = call.arg(3, "end"), call.arg(4, "step", "1")
     bounds = f"{'' if start in ('0', 'None') else start}:{'' if end == 'None' else end}"
     if step != "1":
@@ -218,7 +219,7 @@ PRINTERS: dict[str, Printer] = {
     "aten.matmul.default": _call("torch.matmul"),
     "aten.mm.default": _call("torch.mm"),
     "aten.bmm.default": _call("torch.bmm"),
-    "aten.addmm.default": _call("torch.addmm", "input", "mat1", "mat2"),
+    "aten.addmm.default": _call("torch.addmm", "input", "mat1", "mat2", "beta", "alpha"),
     "aten.embedding.default": _embedding,
     "aten.layer_norm.default": _call(
         "F.layer_norm", "input", "normalized_shape", "weight", "bias", "eps"
@@ -257,7 +258,6 @@ PRINTERS: dict[str, Printer] = {
     "aten.to.other": _cast_to_output,
     "aten._to_copy.default": _cast_to_output,
     "aten.type_as.default": _cast_to_output,
-    "aten.float.default": _cast_to_output,
     "aten.mean.dim": _reduce("mean"),
     "aten.mean.default": _reduce("mean"),
     "aten.sum.dim_IntList": _reduce("sum"),

@@ -17,7 +17,7 @@ from autopar.plan.plan import ModelFingerprint, ParameterPlan, Plan, TensorEntry
 from autopar.plan.text import amount
 
 _REMEDY = "make the plan again for this model"
-_STATE = (SourceKind.PARAMETER, SourceKind.BUFFER)
+_STATE = (SourceKind.PARAMETER, SourceKind.BUFFER, SourceKind.CONSTANT)
 
 
 def fingerprint(graph: OpGraph, name: str) -> ModelFingerprint:
@@ -55,8 +55,8 @@ def canonical_ops(graph: OpGraph) -> tuple[str, ...]:
 def check_model(plan: Plan, graph: OpGraph) -> None:
     """Raise PlanMismatch that names the first field in which the model differs from the plan's.
 
-    Compared are parameters and buffers (names, shapes, dtypes, ties, trainable or not), inputs, and
-    the op list, to which the ops a plan decides for must belong.
+    Compared are parameters, buffers and constants (names, shapes, dtypes, ties, trainable or not),
+    inputs, and the op list, to which the ops a plan decides for must belong.
     """
     model = fingerprint(graph, plan.model.name)
     _check_entries("parameter", plan.model.parameters, model.parameters)

@@ -21,7 +21,7 @@ Terms = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """Name, shape and dtype of a parameter, buffer or input of the model."""
+    """Name, shape and dtype of a parameter, buffer, constant or input of the model."""
 
     fqn: str
     shape: Shape

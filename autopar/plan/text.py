@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))
+_ROUNDING = 1e-7
+"""Percentages below this are what rounding leaves of sums that are equal."""
 
 Unit = tuple[float, str]
 """How much of the base unit it is, and its name."""
@@ -39,10 +41,7 @@ def number(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A fraction as a percentage: `8.6%`; small ones to two digits, so that they do not vanish.
-
-    What is left of a sum by rounding is none.
-    """
+    """A fraction as a percentage: `8.6%`; small ones to two digits, so that they do not vanish."""
     value = 100 * share
     if abs(value) < _ROUNDING:
         return "0.0%"

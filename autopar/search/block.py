@@ -91,7 +91,8 @@ def parameter_layouts(
     """Layouts to store a parameter in: those its readers ask for, partial forms replaced by `R`.
 
     `pinned` fixes placements by parameter name and axis index, whether a reader asks for them or
-    not; `R` there allows `R*`, which holds the same value.
+    not; `R` there allows `R*`, which holds the same value. A layout that is fixed on every axis is
+    that of other blocks, which all have to agree on.
     """
     layouts = {tuple(R if p == P else p for p in layout) for layout in wanted}
     if not source.trainable:
@@ -99,8 +100,9 @@ def parameter_layouts(
     fixed = pinned.get(source.fqn, {})
 
     def allowed(layout: Layout) -> bool:
+        shared = len(fixed) == num_axes
         return all(
-            layout[axis] == want or (want == R and layout[axis] == R_STAR)
+            layout[axis] == want or (want == R and layout[axis] == R_STAR and not shared)
             for axis, want in fixed.items()
         )
 

@@ -39,7 +39,7 @@ def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
     """(samples per data rank, number of micro-batches) to try."""
     pins, batch = setting.pins, setting.global_batch
     if setting.batch.coupled:
-        if data == 1:
+        if data == 1 and pins.micro_batches in (None, 1) and pins.micro_batch in (None, batch):
             yield batch, 1
         return
     if pins.micro_batches is not None:

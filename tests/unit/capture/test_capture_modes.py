@@ -52,15 +52,23 @@ def test_one_graph_serves_both_modes_unless_ops_differ(form, same):
 
 
 def test_other_arguments_than_the_mode_do_count():
-    graph = capture(Model(), (X,)).graph
-    i = next(i for i, n in enumerate(graph.nodes) if n.op == "aten.dropout")
+    graph = capture(Model("attention").eval(), (X,)).graph
+    i = next(i for i, n in enumerate(graph.nodes) if n.op.endswith("attention"))
     nodes = list(graph.nodes)
-    nodes[i] = replace(nodes[i], args=(nodes[i].args[0], 0.25, True))
+    nodes[i] = replace(nodes[i], args=(*nodes[i].args[:5], False))
     assert not same_when_evaluating(graph, replace(graph, nodes=tuple(nodes)))
 
 
+def test_dropout_may_be_off_or_missing_but_not_on_when_evaluating():
+    train, evaluation = capture(Model(), (X,)).graph, capture(Model("plain"), (X,)).graph
+    assert same_when_evaluating(train, evaluation)
+    for form in ("module", "attention"):
+        always_on = capture(Model(form), (X,)).graph
+        assert "drops in evaluation" in first_difference(always_on, always_on)
+
+
 def test_names_and_memory_moves_do_not_count_but_wiring_does():
-    graph = capture(Model(), (X,)).graph
+    graph = capture(Model("plain"), (X,)).graph
     first, second, *rest = graph.nodes
     move = replace(first, name="move", target="aten.contiguous.default", args=(Ref("h"),))
     renamed = replace(first, name="h")

@@ -68,7 +68,14 @@ def test_digits(value, text):
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0, "0.0%"), (0.086, "8.6%"), (0.0001, "0.01%"), (1, "100.0%"), (-0.5, "-50.0%")],
+    [
+        (0, "0.0%"),
+        (0.086, "8.6%"),
+        (1e-4, "0.01%"),
+        (1e-16, "0.0%"),
+        (1, "100.0%"),
+        (-0.5, "-50.0%"),
+    ],
 )
 def test_percent(share, text):
     assert percent(share) == text
