@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.codegen.draws import is_random
 from autopar.codegen.local import LocalNode, Mesh
 from autopar.errors import PlanMismatch
 from autopar.ir.blocks import Block, BlockChain
-from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
+from autopar.ir.graph import OpNode, Ref, SourceKind
 from autopar.ir.placement import Layout, Placement, R
-from autopar.ir.strategy import AxisStrategy, BatchAxis
+from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import (
     STRATEGY_BATCH,
     BlockFlow,
@@ -21,21 +22,13 @@ from autopar.plan.flow import (
     shared_layouts,
 )
 from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
-from autopar.rules import axis_strategies, batch_axis, piece_hints
-
-
-def is_random(node: OpNode) -> bool:
-    """Whether a node draws random numbers in training."""
-    if node.op == "aten.dropout":
-        return bool(node.arg(2, "train", True)) and node.arg(1, "p", 0.5) != 0.0
-    return node.op.endswith("scaled_dot_product_attention") and node.arg(4, "dropout_p", 0.0) != 0.0
+from autopar.rules import GraphFacts, axis_strategies
 
 
 @dataclass(frozen=True)
-class ModelView:
+class ModelView(GraphFacts):
     """Graph and chain of a model with what follows from them and a plan's mesh."""
 
-    graph: OpGraph
     chain: BlockChain
     plan: Plan
 
@@ -44,31 +37,6 @@ class ModelView:
         """The mesh axes of every stage."""
         axes = self.plan.axes
         return Mesh(axes=tuple(a.name for a in axes), sizes=tuple(a.size for a in axes))
-
-    @cached_property
-    def nodes(self) -> Mapping[str, OpNode]:
-        """Op nodes by name."""
-        return {node.name: node for node in self.graph.nodes}
-
-    @cached_property
-    def sources(self) -> Mapping[str, Source]:
-        """Sources by name."""
-        return {source.name: source for source in self.graph.sources}
-
-    @cached_property
-    def specs(self) -> Mapping[Ref, TensorSpec]:
-        """Spec of every value."""
-        return self.graph.specs()
-
-    @cached_property
-    def differentiable(self) -> frozenset[Ref]:
-        """Values that carry a gradient."""
-        return self.graph.differentiable()
-
-    @cached_property
-    def batch(self) -> BatchAxis:
-        """The settled placements of the data axis."""
-        return batch_axis(self.graph)
 
     @cached_property
     def shared(self) -> Mapping[Ref, Layout]:
@@ -139,10 +107,6 @@ class ModelView:
         }
         return tuple(name for name in self.batch.setup_sums if name in read)
 
-    @cached_property
-    def _hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
-        return piece_hints(self.graph)
-
     def _strategy(
         self,
         node: OpNode,
@@ -154,7 +118,7 @@ class ModelView:
         if all(p == R for p in (*inputs, *outputs)):
             return AxisStrategy(inputs=inputs, outputs=outputs)
         offered = axis_strategies(
-            node, self.specs, size=size, batch=STRATEGY_BATCH, hints=self._hints
+            node, self.specs, size=size, batch=STRATEGY_BATCH, hints=self.hints
         )
         for strategy in offered:
             if strategy.inputs == inputs and strategy.outputs == outputs:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from autopar.codegen.draws import refuse_other_draws
 from autopar.codegen.model import ModelView
 from autopar.codegen.stage import StagePrinter, variant_source
 from autopar.errors import InputError
@@ -28,8 +29,9 @@ def program_files(view: ModelView, fixed_entries: Mapping[str, object]) -> dict[
     """File name to text of a program.
 
     `fixed_entries` are the batch entries that are no tensors. Raises InputError for one that
-    cannot be written as a literal.
+    cannot be written as a literal, and for random numbers that no program could draw alike.
     """
+    refuse_other_draws(view.graph)
     files = {"plan.json": to_json(view.plan), "__init__.py": index_source(view, fixed_entries)}
     for variant in view.plan.variants:
         files[f"{variant.name}.py"] = variant_source(view, variant)

@@ -32,6 +32,7 @@ from autopar.rules import (
     view,
 )
 from autopar.rules.batch import batch_axis
+from autopar.rules.facts import GraphFacts
 from autopar.rules.pieces import piece_hints
 from autopar.rules.pointwise import register_elementwise
 from autopar.rules.registry import (
@@ -48,6 +49,7 @@ _FAMILIES = (
 
 __all__ = [
     "RULES",
+    "GraphFacts",
     "axis_strategies",
     "batch_axis",
     "has_rule",

@@ -41,7 +41,8 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
     """The strategy of every node when the samples are split; see `BatchAxis`.
 
     A node that mixes samples so that no split exists is named in `coupled` with the reason, and the
-    walk goes on as if it did not, so that only causes are named, not what follows from them.
+    walk goes on as if it did not, so that only causes are named, not what follows from them. The
+    strategies then leave every value whole.
     """
     setup_sums: list[str] = []
     known: dict[Hashable, AxisStrategy | None] = {}
@@ -52,12 +53,21 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
         if not fresh:
             break
         setup_sums += fresh
+    if walk.coupled:
+        return BatchAxis(
+            strategies={node.name: _whole(node) for node in graph.nodes},
+            coupled=tuple(walk.coupled),
+        )
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     return BatchAxis(
         strategies={name: _plain(strategy) for name, strategy in walk.strategies.items()},
         setup_sums=tuple(sorted(setup_sums, key=order.__getitem__)),
-        coupled=tuple(walk.coupled),
     )
+
+
+def _whole(node: OpNode) -> AxisStrategy:
+    """Every rank has all samples."""
+    return AxisStrategy(inputs=(R,) * len(node.inputs()), outputs=(R,) * len(node.outputs))
 
 
 @dataclass(kw_only=True)
@@ -198,9 +208,7 @@ class _Walk:
 
     def _couple(self, node: OpNode, reason: str) -> None:
         self.coupled.append((node.name, reason))
-        self.strategies[node.name] = AxisStrategy(
-            inputs=(R,) * len(node.inputs()), outputs=(R,) * len(node.outputs)
-        )
+        self.strategies[node.name] = _whole(node)
         for index, spec in enumerate(node.outputs):
             dim = _batch_dim(spec)
             self.values[Ref(node.name, index)] = R if dim is None else Shard(dim)

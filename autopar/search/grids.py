@@ -30,8 +30,8 @@ def space_text(setting: Setting) -> str:
         f"pipeline x data x tensor over all {setting.cluster.num_devices} devices, tensor up to "
         f"{widest_tensor(setting)}; micro-batches of 1, 2, 4, ... up to {LARGEST_MICRO_BATCH} "
         "samples a data rank; stages of any consecutive blocks; per op any placement its rules "
-        "allow on the tensor axis; per block no recompute or all; schedule 1f1b (gpipe takes as "
-        "long and holds more, so it is used only where pinned)"
+        "allow on the tensor axis; per block no recompute or all; schedule 1f1b (others where "
+        "pinned)"
     )
 
 

@@ -30,7 +30,7 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
         f"{setting.training.optimizer})"
     )
     if not unfit:
-        return f"{head}: the pins leave no sharding; {_pins(setting)}"
+        return f"{head}: some op is left without a placement; {_pins(setting)}"
     missed = [staged for staged in unfit if staged.solution.conflict]
     if len(missed) < len(unfit):
         return (

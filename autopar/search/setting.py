@@ -11,11 +11,10 @@ from autopar.costs.memory import Training
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
-from autopar.ir.graph import OpGraph, OpNode, Ref, Source, TensorSpec
+from autopar.ir.graph import OpNode, Ref
 from autopar.ir.placement import Layout
-from autopar.ir.strategy import BatchAxis
 from autopar.plan.flow import DATA, TENSOR, shared_layouts
-from autopar.rules import batch_axis, piece_hints
+from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
 
 AXES = (DATA, TENSOR)
@@ -23,12 +22,11 @@ AXES = (DATA, TENSOR)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(GraphFacts):
     """One planning request. `memory_limit_bytes` caps what a device offers; `backend` and
     `time_limit_s` are the solver's."""
 
     name: str
-    graph: OpGraph
     chain: BlockChain
     cluster: Cluster
     global_batch: int
@@ -38,36 +36,6 @@ class Setting:
     profile: Profile | None = None
     backend: str = "highs"
     time_limit_s: float = 60.0
-
-    @cached_property
-    def nodes(self) -> Mapping[str, OpNode]:
-        """Op nodes by name."""
-        return {node.name: node for node in self.graph.nodes}
-
-    @cached_property
-    def sources(self) -> Mapping[str, Source]:
-        """Sources by name."""
-        return {source.name: source for source in self.graph.sources}
-
-    @cached_property
-    def specs(self) -> Mapping[Ref, TensorSpec]:
-        """Spec of every value."""
-        return self.graph.specs()
-
-    @cached_property
-    def differentiable(self) -> frozenset[Ref]:
-        """Values with a gradient."""
-        return self.graph.differentiable()
-
-    @cached_property
-    def batch(self) -> BatchAxis:
-        """Settled strategies of the data axis."""
-        return batch_axis(self.graph)
-
-    @cached_property
-    def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
-        """Pieces in which packed dims are cut."""
-        return piece_hints(self.graph)
 
     @cached_property
     def shared(self) -> Mapping[Ref, Layout]:

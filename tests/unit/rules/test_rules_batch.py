@@ -117,6 +117,7 @@ def test_mixing_samples_is_named_once_where_it_happens():
     z = b.op("after", "aten.exp.default", z, out=("batch", 4))
     axis = batch_axis(b.build(b.op("loss", "aten.sum.default", z, out=())))
     assert [name for name, _ in axis.coupled] == ["mix"]
+    assert set(_texts(axis).values()) == {"R -> R", "R, R -> R"}
 
 
 def test_pairs_of_samples_are_coupled():
@@ -134,6 +135,7 @@ def test_a_loss_that_ignores_the_samples():
     w = b.parameter("w", 4)
     axis = batch_axis(b.build(b.op("loss", "aten.sum.default", w, out=())))
     assert axis.coupled == (("loss", "the loss is not a sum or mean over the samples"),)
+    assert _texts(axis) == {"loss": "R -> R"}
 
 
 def _rows(b, shape):

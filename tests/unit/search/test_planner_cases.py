@@ -345,6 +345,33 @@ def test_every_op_and_parameter_is_on_a_stage(layers, stages):
     assert all(f"blocks.{i}" in source or f"layers.{i}" in source for i in range(layers))
 
 
+class Rooted(Stack):
+    """The root of the mean: no sum over samples, so that the batch stays whole."""
+
+    def forward(self, x, y):
+        return super().forward(x, y).sqrt()
+
+
+class Worst(Stack):
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return ((x - y) ** 2).amax()
+
+
+@pytest.mark.parametrize("model", [Rooted, Worst])
+@pytest.mark.parametrize("pin", ["tensor=2", "pipeline=2"])
+def test_a_loss_that_is_no_sum_over_samples_is_planned_whole(model, pin):
+    """torchtitan PR#963: what cannot be split is run whole, not left out."""
+    found = plan(lambda: model(4, 16), vectors(16), "local:2", [pin], global_batch=8).plan
+    assert (found.axis("data"), found.training.micro_batch, found.training.micro_batches) == (
+        1,
+        8,
+        1,
+    )
+    assert any("the batch is not split" in note for note in found.notes)
+
+
 # -- memory and bandwidth of every op count (autoparallel PR#22) -----------------------------------
 
 
