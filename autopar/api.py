@@ -23,6 +23,8 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import read_plan, write_plan
+from autopar.runtime.agree import check_alike
+from autopar.runtime.data import as_mapping
 from autopar.runtime.deferred import InitTape
 from autopar.runtime.launch import init_from_env
 from autopar.runtime.load import load_program
@@ -55,12 +57,13 @@ def parallelize(
     """A model that trains on all ranks of a cluster as it would on one device.
 
     Call it on every process of the run, started by `torchrun` or `autopar.launch`, with the same
-    arguments. It plans at the first batch, or at once when given `batch`: the global batch, dim 0
-    the samples, a dict of keyword tensors or a tuple of positional ones. `optimizer` is a torch
-    optimizer class with its options `(cls, {...})`, a function of the parameters, or an instance
-    built on `model`, which is bound to the parallel parameters by name. `pins` are the command
-    line's, `{"tensor": 2, "weight:head.weight": "S(0)"}`. Weights come from `model`; where it is on
-    the meta device they are initialised under `seed`, to the same values whatever the plan.
+    arguments: the same weights, and in every step the same whole batch. It plans at the first
+    batch, or at once when given `batch`: the global batch, dim 0 the samples, a dict of keyword
+    tensors or a tuple of positional ones. `optimizer` is a torch optimizer class with its options
+    `(cls, {...})`, a function of the parameters, or an instance built on `model`, which is bound to
+    the parallel parameters by name. `pins` are the command line's,
+    `{"tensor": 2, "weight:head.weight": "S(0)"}`. Weights come from `model`; where it is on the
+    meta device they are initialised under `seed`, to the same values whatever the plan.
 
     Raises InputError, CaptureError, InfeasiblePlan or PlanMismatch, on every rank alike.
     """
@@ -115,6 +118,7 @@ class Parallel:
         """Plan for batches like this one, and build this rank's part. Does nothing if done."""
         if self._program is None:
             device = self._join()
+            self._check_alike(batch)
             message = _from_first_rank(lambda: self._plan(batch))
             with tempfile.TemporaryDirectory() as folder:
                 write_files(message["files"], Path(folder) / "program")
@@ -129,6 +133,18 @@ class Parallel:
                 device=device,
             )
         return self
+
+    def _check_alike(self, batch: Any) -> None:
+        state = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        seed = "call torch.manual_seed before building the model, or build it on the meta device"
+        check_alike(state, "weight", seed)
+        entries = {k: v for k, v in as_mapping(batch).items() if isinstance(v, Tensor)}
+        check_alike(
+            entries,
+            "batch entry",
+            "every rank gets the whole batch and takes its own samples, so use no sampler that "
+            "gives ranks their own",
+        )
 
     def _join(self) -> torch.device:
         """The process group of the run; a lone process makes one of its own."""

@@ -58,6 +58,7 @@ class ModelSource:
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch with its floating tensors in `dtype`."""
+
     def cast(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if floating else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.codegen.lifetimes import SECTION, with_releases
 from autopar.codegen.local import LocalNode, Mesh, move_text, node_text
 from autopar.codegen.sizes import shape_text
 from autopar.codegen.values import ValueNames
@@ -92,7 +93,7 @@ class BodyPrinter:
             self.move(move)
         if node.module_path != self._path:
             self._path = node.module_path
-            self.lines.append(f"# -- {node.module_path or 'model'}")
+            self.lines.append(f"{SECTION}{node.module_path or 'model'}")
 
         def read(ref: Ref, position: int) -> str:
             return self.names[ref, local.choice.inputs[position]]
@@ -133,6 +134,7 @@ def block_source(source: BlockSource) -> str:
     for local in source.nodes:
         printer.node(local)
     returned = printer.results()
+    lines = with_releases(printer.lines, returned.strip("(,)").split(", "))
     given = source.flow.produced
     table = [
         f"    {key}: {describe(source.specs[ref], given[ref], source.mesh)}"
@@ -147,8 +149,8 @@ def block_source(source: BlockSource) -> str:
         f"WEIGHTS = (\n{keys})\n" if keys else "WEIGHTS = ()\n",
         "",
         f"def forward({', '.join(['w', 'ctx', 'random', *arguments])}):",
-        *(f"    {line}" for line in axis_lines(printer.lines, source.mesh)),
-        *(f"    {line}" for line in printer.lines),
+        *(f"    {line}" for line in axis_lines(lines, source.mesh)),
+        *(f"    {line}" for line in lines),
         f"    return {returned}",
         "",
     ]

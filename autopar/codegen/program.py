@@ -73,7 +73,7 @@ def _literal(fixed_entries: Mapping[str, object]) -> str:
             ast.literal_eval(repr(value))
         except (ValueError, SyntaxError):
             raise InputError(
-                f"batch entry {key!r} is a {type(value).__name__}; besides tensors, expected "
+                f"batch entry {key!r} has type {type(value).__name__}; besides tensors, expected "
                 "numbers, texts, and tuples, lists and dicts of them: set it on the model instead"
             ) from None
     return repr(dict(fixed_entries))

@@ -56,11 +56,13 @@ class Draws(nn.Module):
 
 
 def check_refusals():
+    torch.manual_seed(0)
     batch, messages = regression(), []
     for kind in ("noise", "alpha"):
         with pytest.raises(InputError) as caught:
             autopar.parallelize(Draws(kind), "local:2", batch=as_float(batch), pins={"tensor": 2})
         messages.append(str(caught.value))
+    torch.manual_seed(0)
     both = Beside(Draws("always"), {"tensor": 2})
     both.train(batch, 1)
     with pytest.raises(CaptureError) as refused:
@@ -83,6 +85,7 @@ def check_failure_while_planning():
     def fail(*args, **kwargs):
         raise ZeroDivisionError("a bug of ours")
 
+    torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autopar.api.plan_model", fail)
         with pytest.raises((ZeroDivisionError, RuntimeFailure)) as caught:
@@ -95,3 +98,24 @@ def test_a_failure_while_planning_reaches_every_rank(pool2):
     assert first == ("ZeroDivisionError", "a bug of ours")
     assert second[0] == "RuntimeFailure"
     assert "planning failed on rank 0: ZeroDivisionError: a bug of ours" in second[1]
+
+
+def check_other_inputs():
+    rank, messages = torch.distributed.get_rank(), []
+    for model_seed, batch_seed in ((rank, 0), (0, rank)):
+        torch.manual_seed(model_seed)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(batch_seed)),)
+        with pytest.raises(InputError) as caught:
+            autopar.parallelize(model, "local:2", batch=batch, loss_fn=lambda out, _: out.sum())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_weights_or_batches_on_other_ranks_are_refused(pool2):
+    """Models built without a seed, or a distributed sampler: ranks would cut parts of different
+    wholes (allenai/OLMo-core#307)."""
+    for weights, batches in pool2.run(check_other_inputs):
+        assert "rank 1 was given another weight '0.weight' than rank 0" in weights
+        assert "call torch.manual_seed" in weights
+        assert "rank 1 was given another batch entry '0' than rank 0" in batches
