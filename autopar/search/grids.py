@@ -11,7 +11,6 @@ from autopar.search.pricer import Grid
 from autopar.search.setting import Setting
 
 WIDEST_TENSOR = 8
-LARGEST_MICRO_BATCH = 64
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -28,8 +27,8 @@ def space_text(setting: Setting) -> str:
     """The declared space in words."""
     return (
         f"pipeline x data x tensor over all {setting.cluster.num_devices} devices, tensor up to "
-        f"{widest_tensor(setting)}; micro-batches of 1, 2, 4, ... up to {LARGEST_MICRO_BATCH} "
-        "samples a data rank; stages of any consecutive blocks; per op any placement its rules "
+        f"{widest_tensor(setting)}; micro-batches of 1, 2, 4, ... samples a data rank, "
+        "up to all of them; stages of any consecutive blocks; per op any placement its rules "
         "allow on the tensor axis; per block no recompute or all; schedule 1f1b (others where "
         "pinned)"
     )
@@ -49,13 +48,10 @@ def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
             yield size, pins.micro_batches
         return
     most = ceil(batch / data)
-    sizes = {pins.micro_batch} if pins.micro_batch else {2**k for k in range(7)} | {most}
-    for size in sorted(s for s in sizes if s is not None and s <= min(most, _largest(pins, most))):
+    powers = {2**k for k in range(most.bit_length())}
+    sizes = {pins.micro_batch} if pins.micro_batch else powers | {most}
+    for size in sorted(size for size in sizes if size <= most):
         yield size, ceil(batch / (size * data))
-
-
-def _largest(pins: Pins, most: int) -> int:
-    return most if pins.micro_batch else LARGEST_MICRO_BATCH
 
 
 def grids(setting: Setting) -> tuple[Grid, ...]:

@@ -394,8 +394,8 @@ LOOKUP = {"ids": torch.empty(8, 128, dtype=torch.long), "y": torch.empty(8, 128,
 def test_the_output_of_an_embedding_stays_sharded_where_memory_is_tight(pins):
     """autoparallel PR#22: gathered embedding and inputs, then sharded 'for free'."""
     whole = 4096 * 128 * 8 * 4
-    # a table split eight ways; two activations kept, two gradients on their way
-    limit = int(1.05 * (16 * (50000 + 9) * 8 / 8 + 4 * whole / 8))
+    # a table split eight ways; two activations kept, their gradients and a cut target on the way
+    limit = int(1.05 * (16 * (50000 + 9) * 8 / 8 + 6 * whole / 8))
     found = plan(
         Lookup,
         LOOKUP,
@@ -411,7 +411,7 @@ def test_the_output_of_an_embedding_stays_sharded_where_memory_is_tight(pins):
         split *= axis.size if isinstance(placement, Shard) else 1
     assert split * found.pipeline == 8
     assert found.prediction.peak_bytes <= limit
-    assert dict(found.stages[0].memory_bytes)["activations"] <= 2 * whole / split
+    assert dict(found.stages[0].memory_bytes)["activations"] <= 2.5 * whole / split
 
 
 def test_every_op_costs_something():
@@ -701,7 +701,6 @@ def deep():
         cluster=parse_cluster("8:h100-sxm"),
         global_batch=64,
         training=Training(precision=PRECISIONS["bf16"]),
-        time_limit_s=10.0,
     )
 
 
@@ -712,30 +711,33 @@ def test_repeated_blocks_are_decided_once(deep):
     assert [len(c.members) for c in deep.chain.classes] == [1, 48, 1]
 
 
-@pytest.mark.slow
-def test_a_deep_model_is_planned_in_time_and_labelled(deep):
-    """alpa PR#681, autoparallel PR#320: optimal, or feasible with a gap; the same every time."""
-    found = make_plan(deep)
-    certificate = found.certificate
-    assert certificate.status in ("optimal", "feasible, time limit reached")
-    assert certificate.bound_s <= certificate.objective_s
-    assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
-    assert certificate.solved + certificate.pruned <= certificate.grids
-    if certificate.status == "optimal":
-        assert certificate.gap <= 1e-6
-        assert to_json(make_plan(deep)) == to_json(found)
+@pytest.fixture(scope="module")
+def unhurried(deep):
+    return make_plan(replace(deep, time_limit_s=600.0))
 
 
 @pytest.mark.slow
-def test_a_plan_made_in_a_hurry_says_so(deep):
-    """autoparallel PR#484: never an undefined solver state as a plan."""
-    full = make_plan(deep).certificate
+def test_a_deep_model_is_proven_and_the_same_every_time(deep, unhurried):
+    """autoparallel PR#484: exact, or with a reported gap."""
+    certificate = unhurried.certificate
+    assert (certificate.status, certificate.gap <= 1e-6) == ("optimal", True)
+    assert certificate.solved + certificate.pruned == certificate.grids
+    assert to_json(make_plan(replace(deep, time_limit_s=600.0))) == to_json(unhurried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_s", [10.0, 0.02])
+def test_a_plan_made_in_a_hurry_says_so(deep, unhurried, limit_s):
+    """alpa PR#681, autoparallel PR#320: optimal, feasible with a gap, or none; never unlabelled."""
+    full = unhurried.certificate
     try:
-        hurried = make_plan(replace(deep, time_limit_s=0.02)).certificate
+        hurried = make_plan(replace(deep, time_limit_s=limit_s)).certificate
     except InfeasiblePlan as error:
-        assert "could be found in 0.02 s" in str(error) and "give more time" in str(error)
+        assert f"could be found in {limit_s:g} s" in str(error) and "give more time" in str(error)
         return
+    assert hurried.status in ("optimal", "feasible, time limit reached")
     assert (hurried.status == "optimal") == (hurried.gap <= 1e-6)
+    assert hurried.gap == pytest.approx(1 - hurried.bound_s / hurried.objective_s)
     assert hurried.bound_s <= full.objective_s * (1 + 1e-9)
     assert full.bound_s <= hurried.objective_s * (1 + 1e-9)
 

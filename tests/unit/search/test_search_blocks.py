@@ -449,6 +449,12 @@ def test_sizes_are_powers_of_two_and_the_whole(setting):
     ]
 
 
+def test_there_is_no_largest_micro_batch(setting):
+    """A sample may be as small as a vector: all of them at once may be fastest."""
+    sizes = [size for size, _ in micro_batch_sizes(setting("local:1", batch=5000), 1)]
+    assert sizes == [*(2**k for k in range(13)), 5000]
+
+
 def test_tensor_stays_in_the_domain_of_fast_links_unless_pinned(setting):
     free = grids(setting("8x4:h100-sxm", batch=32))
     assert max(g.tensor for g in free) == 8
