@@ -184,10 +184,10 @@ def build_meta(source: ModelSource, options: PlanOptions) -> tuple[nn.Module, Ba
     return source.build(device="meta", dtype=_dtype(options.precision), samples=_TRACED_SAMPLES)
 
 
-def _dtype(precision: str) -> torch.dtype | None:
+def _dtype(precision: str) -> torch.dtype:
     if precision not in DTYPES:
         raise InputError(f"unknown precision {precision!r}; choose one of {', '.join(DTYPES)}")
-    return None if precision == "fp32" else DTYPES[precision]
+    return DTYPES[precision]
 
 
 def adopt_source(

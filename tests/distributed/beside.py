@@ -46,6 +46,13 @@ class Beside:
         assert found, fqn
         return str(found[0].layout[names.index("tensor")])
 
+    def input_placement(self, node, position=0):
+        """Placement on the tensor axis in which an op of the graph takes an input."""
+        plan = self.parallel.plan
+        choices = {c.node: c for variant in plan.variants for c in variant.choices}
+        names = [axis.name for axis in plan.axes]
+        return str(choices[node].inputs[position][names.index("tensor")])
+
     def eager(self, batch, *, training=True):
         """The reference's output in this pass, gradients added to its `.grad`."""
         self.reference.train(training)

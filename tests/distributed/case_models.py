@@ -262,9 +262,9 @@ def counted_batch():
     return batch
 
 
-def vocabulary_batch(vocab):
+def vocabulary_batch(vocab, samples=4, seq=5):
     """Ids and labels up to the last one, some labels left out."""
-    batch = tokens(4, 5, vocab)
+    batch = tokens(samples, seq, vocab)
     batch["ids"][0, 0] = batch["ids"][3, 4] = batch["labels"][2, 2] = vocab - 1
     batch["labels"][1, 1:] = -100
     return batch

@@ -105,6 +105,25 @@ class Stack(nn.Module):
         return nn.functional.mse_loss(self.blocks(x), y)
 
 
+class Wide(nn.Module):
+    """A language model that is nearly all vocabulary, of a prime number of words."""
+
+    def __init__(self, vocab=4099, hidden=16):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.blocks = nn.Sequential(Residual(hidden), Residual(hidden))
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.blocks(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def wide_vocabulary():
+    return Wide(), token_batch(4099)
+
+
 def stack_of(blocks):
     x = torch.randn(SAMPLES, 8)
     return Stack(blocks), {"x": x, "y": torch.tanh(x)}

@@ -58,6 +58,21 @@ def test_vocabulary_that_ranks_do_not_divide(pool4, vocab, tied):
     pool4.run(check_training, model, models.vocabulary_batch(vocab), pins, expect)
 
 
+@pytest.mark.parametrize("vocab", [10, 5])
+def test_vocabulary_that_stays_split(pool4, vocab):
+    """The same where it pays to look up and to lose on the shards: few tokens, many tokens."""
+    few = {"ids": torch.tensor([[vocab - 1, 0]]), "labels": torch.tensor([[-100, vocab - 1]])}
+    pool4.run(check_split, vocab, few, "embedding", "S(0)")
+    many = models.vocabulary_batch(vocab, 100, 1000)
+    pool4.run(check_split, vocab, many, "cross_entropy_loss_sum", "S(1)")
+
+
+def check_split(vocab, batch, node, placement):
+    pins = TP4 | {"weight:embed.weight": "S(0)", "weight:head.weight": "S(0)"}
+    both = train_beside(partial(models.Vocabulary, vocab), batch, pins)
+    assert both.input_placement(node) == placement
+
+
 @pytest.mark.parametrize("placement", ["S(0)", "S(0:16|8|8)", None])
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (16, 8, 8)])
 def test_packed_projection_is_cut_per_piece(pool2, sizes, placement):

@@ -140,7 +140,7 @@ def plan_of(model, devices, pins, precision):
 
 
 def check(pool, model, pins, precision, folder):
-    """Plan, run beside the eager model on every rank, compare. Returns the plan."""
+    """Plan, run beside the eager model on every rank, compare. Returns what was planned."""
     source, planned = plan_of(model, pool.size, pins, precision)
     write_program(planned, folder / "program")
     dtype = DTYPES[precision]
@@ -158,7 +158,7 @@ def check(pool, model, pins, precision, folder):
     assert report.first_difference is None, report.text
     assert report.unplanned == (), report.text
     check_complete(planned, reports)
-    return planned.plan
+    return planned
 
 
 def check_complete(planned, reports):
@@ -193,7 +193,7 @@ def test_cases_cover_all_pairs():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers_and_collectives_equal(pool, case, tmp_path):
-    plan = check(pool, case.model, case.pins, case.precision, tmp_path)
+    plan = check(pool, case.model, case.pins, case.precision, tmp_path).plan
     grid = GRIDS[case.grid]
     assert plan.pipeline == grid["pipeline"]
     assert (plan.axis("data"), plan.axis("tensor")) == (grid["data"], grid["tensor"])
@@ -205,3 +205,12 @@ def test_numbers_and_collectives_equal(pool, case, tmp_path):
 @pytest.mark.parametrize("model", [*MODELS, "gpt_tiny_dropout", "hf_gpt2_dropout", "seven_blocks"])
 def test_the_plan_found_without_pins(pool4, model, tmp_path):
     check(pool4, model, (), "fp64", tmp_path)
+
+
+@pytest.mark.parametrize("grid", ["tp4", "dp2tp2", "tp2pp2"])
+def test_a_vocabulary_that_stays_split(pool4, grid, tmp_path):
+    """Embedding rows and logits are never put together: the loss runs on the shards."""
+    pins = Case("", grid, 3).pins
+    source = "".join(check(pool4, "wide_vocabulary", pins, "fp64", tmp_path).files().values())
+    assert "kernels.vocab_embedding(" in source
+    assert "kernels.vocab_cross_entropy(" in source
