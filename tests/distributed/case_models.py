@@ -117,27 +117,29 @@ class Dropouts(nn.Module):
 
 
 class SplitMerge(nn.Module):
-    """Views that split the sharded dim of 32 in (8, 4), merge it with dims around it, and
-    merge the samples: (2, 8, 4) -> (16, 4), (4, 4, 4) -> (8, 8) and (6, 256) -> (-1) are reported.
+    """Views that split the sharded dim of 32 in (8, 4), merge it with dims around it, and merge the
+    samples: (2, 8, 4) -> (16, 4), (4, 4, 4) -> (8, 8) and (6, 256) -> (-1) are reported.
+
+    A `recut` one cuts elsewhere than the shards are, so that they have to be put together first.
     """
 
-    def __init__(self):
+    def __init__(self, recut):
         super().__init__()
-        self.up = nn.Linear(8, 32)
-        self.mix = nn.Linear(4, 4)
-        self.wide = nn.Linear(8, 8)
+        self.recut = recut
+        self.up, self.mix, self.wide = nn.Linear(8, 32), nn.Linear(4, 4), nn.Linear(8, 8)
 
     def forward(self, x, y):
         b, s, _ = x.shape
         h = torch.tanh(self.up(x))
         split = h.view(b, s, 8, 4)  # the sharded dim becomes two
-        heads = self.mix(split).view(b, s * 8, 4)  # a dim before the sharded one joins it
-        inner = split.transpose(1, 2).reshape(b, 8, s * 4)  # two whole dims behind it are joined
-        square = torch.tanh(h.view(b, s * 4, 8) * 2)  # cut elsewhere than the shards are
-        rows = self.wide(square).view(-1, 16)  # samples are joined with the sequence
-        flat = rows.view(-1)
-        loss = F.mse_loss(flat, y.reshape(-1)) + heads.square().mean() + inner.pow(3).mean()
-        return {"loss": loss, "rows": rows}
+        heads = self.mix(split).transpose(1, 2).reshape(b, 8, s * 4)  # whole dims behind it join
+        joined = heads.view(b, 8 * s * 4)  # and then they join it
+        rows = h.reshape(b * s, 32)  # samples are joined with the sequence
+        loss = F.mse_loss(rows.view(-1), y.reshape(-1)) + joined.pow(3).mean()
+        if self.recut:
+            square = h.view(b, s * 4, 8) * 2
+            loss = loss + self.wide(square).square().mean()
+        return {"loss": loss, "rows": rows, "joined": joined}
 
 
 class Clipped(nn.Module):

@@ -22,20 +22,21 @@ TP2 = {"tensor": 2}
 TP4 = {"tensor": 4}
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "expect"),
-    [
-        (4, 2, 8, {"q.weight": "S(0)", "o.weight": "S(1)"}),
-        (20, 10, 2, {"q.weight": "S(0)", "o.weight": "S(1)"}),
-    ],
-)
-def test_fewer_or_uneven_kv_heads_than_ranks(pool4, heads, kv_heads, head_dim, expect):
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (20, 10, 2)])
+def test_fewer_or_uneven_kv_heads_than_ranks(pool4, heads, kv_heads, head_dim):
     """2 and 10 KV heads on 4 ranks: the views failed in forward, or replicas' gradients were not
-    summed (pytorch/torchtitan#2574, NVIDIA-NeMo/Automodel#799)."""
-    model = partial(models.Attention, heads, kv_heads, head_dim)
+    summed (pytorch/torchtitan#2574, NVIDIA-NeMo/Automodel#799). Query heads are split, KV heads
+    replicated, their gradients added up."""
+    pool4.run(check_attention, heads, kv_heads, head_dim)
+
+
+def check_attention(heads, kv_heads, head_dim):
     batch = models.regression(3, heads * head_dim, seq=(5,))
-    pins = TP4 | {f"weight:{name}": placement for name, placement in expect.items()}
-    pool4.run(check_training, model, batch, pins, expect)
+    pins = TP4 | {"weight:q.weight": "S(0)", "weight:o.weight": "S(1)"}
+    both = train_beside(partial(models.Attention, heads, kv_heads, head_dim), batch, pins)
+    assert [both.layout(f"{name}.weight") for name in "qo"] == ["S(0)", "S(1)"]
+    assert both.input_placement("scaled_dot_product_attention") == "S(1)"
+    assert both.input_placement("repeat_interleave") == "R*"
 
 
 def test_heads_that_ranks_do_not_divide_are_refused_before_the_run():
@@ -123,6 +124,9 @@ def check_dropout(pins):
         both.theirs.zero_grad()
     assert losses[0] != losses[1], "two steps drew the same masks"
     both.same_evaluation(batch)
+    if pins == TP4:
+        assert both.input_placement("dropout") == "S(1)"
+        assert both.input_placement("dropout_1") == "R"
     off = Beside(models.Dropouts(0.0), pins)
     off.train(batch)
 
@@ -165,20 +169,25 @@ def initial_weights(devices, pins):
     return {fqn: store.gather_full(fqn) for fqn in store.entries}
 
 
+@pytest.mark.parametrize("recut", [False, True])
 @pytest.mark.parametrize(
     ("pins", "samples"),
-    [
-        (TP4 | {"weight:up.weight": "S(0)"}, 2),
-        ({"data": 2, "tensor": 2, "weight:up.weight": "S(0)"}, 3),
-        ({"data": 4}, 6),
-    ],
-    ids=str,
+    [(TP4, 2), ({"data": 2, "tensor": 2}, 3), ({"data": 4}, 6)],
+    ids=["tp4", "dp2tp2", "dp4"],
 )
-def test_views_that_split_and_merge_sharded_dims(pool4, pins, samples):
+def test_views_that_split_and_merge_sharded_dims(pool4, pins, samples, recut):
     """`view` over a sharded dim raised, on some ranks only, or gave wrong values
     (pytorch/pytorch#143372, pytorch/pytorch#172102)."""
+    pool4.run(check_views, pins, samples, recut)
+
+
+def check_views(pins, samples, recut):
     batch = {"x": models.draw(samples, 4, 8), "y": models.draw(samples, 4, 32)}
-    pool4.run(check_training, models.SplitMerge, batch, pins)
+    column = {"weight:up.weight": "S(0)"} if "tensor" in pins else {}
+    both = train_beside(partial(models.SplitMerge, recut), batch, pins | column)
+    if column and not recut:
+        assert both.input_placement("view") == "S(2)"  # split as it is
+        assert both.input_placement("view_1") == "S(1)"  # and merged
 
 
 @pytest.mark.parametrize("pins", [TP4, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}])

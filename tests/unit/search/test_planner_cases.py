@@ -27,9 +27,13 @@ from autopar.plan.check import check_plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.rules import axis_strategies
 from autopar.schedules.closed_form import PERIODS, flush_step_lower_bound_s, flush_step_s
+from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.timeline import StageTimes
+from autopar.search.assemble import stage_plans
 from autopar.search.block import node_options
 from autopar.search.make import make_plan
+from autopar.search.pins import parse_pins
+from autopar.search.planner import Planner
 from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import Setting
 from model_zoo.gpt import GPT, GPTConfig
@@ -796,6 +800,50 @@ def test_the_memory_terms_of_every_stage_add_up_to_the_peak(planned):
         weights = sum(local_numel(found, p) * 4 for p in stage.parameters if not p.buffer)
         assert dict(stage.memory_bytes)["weights"] == weights
         assert state_bytes(stage) == 4 * weights
+
+
+def test_activations_are_held_for_every_micro_batch_in_flight():
+    """DeepSpeed#4527: saved activations times micro-batches in flight, one fewer on each stage."""
+    pins = ["pipeline=4", "micro_batch=1", "schedule=1f1b", "recompute=none"]
+    pins += [f"boundary=layers.{i}" for i in (2, 4, 6)]
+    found = language_model(8, 16, 32, 8, pins=pins, global_batch=8).plan
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    held = [dict(stage.memory_bytes)["activations"] for stage in found.stages]
+    assert held[1] / 3 == held[2] / 2 > 0
+    gpipe = [pin.replace("1f1b", "gpipe") for pin in pins]
+    more = language_model(8, 16, 32, 8, pins=gpipe, global_batch=8).plan
+    assert [stage.in_flight for stage in more.stages] == [8] * 4
+    assert dict(more.stages[1].memory_bytes)["activations"] == 8 * held[1] / 3
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins"),
+    [
+        ("local:4", ["pipeline=4", "micro_batch=1"]),
+        ("local:4", ["pipeline=2", "tensor=2", "recompute=all"]),
+        ("local:2", ["data=2"]),
+        ("2:h100-sxm", ["pipeline=2"]),
+    ],
+)
+def test_the_terms_of_every_stage_are_what_the_partition_was_solved_with(cluster, pins):
+    with torch.device("meta"):
+        batch = {key: value.to("meta") for key, value in tokens(8).items()}
+        graph = capture(LanguageModel(5, 16, 32), batch).graph
+    planner = Planner(
+        setting=Setting(
+            name="m",
+            graph=graph,
+            chain=find_blocks(graph),
+            cluster=parse_cluster(cluster),
+            global_batch=8,
+            training=Training(precision=PRECISIONS["bf16"]),
+            pins=parse_pins([tuple(pin.split("=")) for pin in pins], SCHEDULES),
+        )
+    )
+    best = planner.search().best
+    _, stages = stage_plans(planner.pricer, best)
+    for stage, needs in zip(stages, best.solution.stage_bytes, strict=True):
+        assert total_bytes(stage) == pytest.approx(needs)
 
 
 def local_numel(found, parameter):
