@@ -48,10 +48,14 @@ class SavedExtra:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedSet:
-    """What a run of nodes keeps. `assumed` names ops that are not in the table."""
+    """What a run of nodes keeps. `assumed` names ops that are not in the table.
+
+    `kept` has every (node, value it keeps), parameters and views among them.
+    """
 
     values: tuple[SavedValue, ...]
     extras: tuple[SavedExtra, ...]
+    kept: tuple[tuple[str, Ref], ...] = ()
     assumed: tuple[str, ...] = ()
 
     def nbytes(self, numel: Callable[[Ref], int], specs: Mapping[Ref, TensorSpec]) -> int:
@@ -115,6 +119,7 @@ def saved_refs(
     storage = storage or trace_storage(nodes, specs, device_kind=device_kind)
     made = {Ref(node.name, i) for node in nodes for i in range(len(node.outputs))}
     refs: dict[Ref, None] = {}
+    pairs: list[tuple[str, Ref]] = []
     extras: list[SavedExtra] = []
     assumed: dict[str, None] = {}
     for node in nodes:
@@ -129,6 +134,7 @@ def saved_refs(
         )
         kept = _kept(context)
         refs.update(dict.fromkeys(storage.base(ref) for ref in kept.refs))
+        pairs.extend((node.name, ref) for ref in kept.refs)
         extras.extend(kept.extras)
         if kept.assumed:
             assumed[node.target] = None
@@ -137,7 +143,7 @@ def saved_refs(
         for ref in refs
         if ref not in exclude
     )
-    return SavedSet(values=values, extras=tuple(extras), assumed=tuple(assumed))
+    return SavedSet(values=values, extras=tuple(extras), kept=tuple(pairs), assumed=tuple(assumed))
 
 
 def _kept(context: _Context) -> _Kept:

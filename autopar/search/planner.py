@@ -102,8 +102,11 @@ class Planner:
         self.progress("proving the stages", None)
         proof = solve_stages(self.pricer, best.grid, best.options, best.problem, certify=True)
         chosen = proof if proof.solution.status.has_solution else best
-        optimal = bound_s is None and chosen.solution.status is Status.OPTIMAL
-        bound = chosen.solution.bound if bound_s is None else min(bound_s, chosen.solution.bound)
+        others = [staged for staged in (*solved, *unfit) if staged is not best]
+        left_s = min([bound_s or inf, *map(self._left_s, others)])
+        optimal = chosen.solution.status is Status.OPTIMAL
+        optimal = optimal and left_s >= chosen.solution.objective * (1 - _TIE)
+        bound = min(left_s, chosen.solution.bound)
         return Found(
             best=chosen,
             solved=tuple(solved),
@@ -113,6 +116,12 @@ class Planner:
             bound_s=bound,
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
         )
+
+    def _left_s(self, staged: Staged) -> float:
+        """What a grid whose solver ran out of time may still be found to take; inf if proven."""
+        if staged.solution.status not in (Status.FEASIBLE, Status.TIME_LIMIT):
+            return inf
+        return max(staged.solution.bound, self._lower_bound(staged.grid))
 
     def _check_tensor_pin(self) -> None:
         degree = self.setting.pins.tensor

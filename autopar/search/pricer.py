@@ -22,6 +22,7 @@ from autopar.plan.flow import DATA, STRATEGY_BATCH, TENSOR, BlockFlow, block_edg
 from autopar.plan.plan import NodeChoice
 from autopar.rules import axis_strategies
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
+from autopar.search.copies import BlockStorages
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.setting import AXES, Setting
 
@@ -252,7 +253,7 @@ class Pricer:
         for move in flow.moves():
             moved = prices.move_s(move)
             forward, backward = forward + moved[0], backward + moved[1]
-        saved, inputs, transient = self._activations(block, flow, prices)
+        saved, inputs, transient = self._activations(block, choices, flow, prices)
         sync, optimizer = self._updates(block, layouts, prices)
         return BlockCost(
             forward_s=forward,
@@ -291,17 +292,17 @@ class Pricer:
             )
         return Option(inputs=choice.inputs, outputs=choice.outputs, strategies=tuple(strategies))
 
-    def _activations(self, block: Block, flow: BlockFlow, prices: Prices) -> tuple[int, int, int]:
-        saved = self.saved(block)
+    def _activations(
+        self, block: Block, choices: Sequence[NodeChoice], flow: BlockFlow, prices: Prices
+    ) -> tuple[int, int, int]:
+        saved, nodes = self.saved(block), self.setting.block_nodes(block)
         whole = (R,) * len(AXES)
-
-        def numel(ref: Ref) -> int:
-            return prod(prices.local_shape(ref, flow.produced.get(ref, whole)))
-
-        kept = saved.nbytes(numel, self.setting.specs)
+        by_node = {choice.node: choice for choice in choices}
+        storages = BlockStorages(nodes, by_node, flow, prices, self.setting.storage)
+        kept = storages.kept_bytes(saved, [Ref(name) for name in self.setting.sources])
         inputs = sum(prices.local_bytes(ref, flow.produced[ref]) for ref in block.inputs)
         transient = transient_bytes(
-            self.setting.block_nodes(block),
+            nodes,
             lambda ref: prices.local_bytes(ref, flow.produced.get(ref, whole)),
             storage=self.setting.storage,
             saved=saved,
@@ -310,7 +311,7 @@ class Pricer:
             parameters=block.parameters,
             specs=self.setting.specs,
         )
-        return kept, inputs, transient.peak_bytes
+        return kept, inputs, transient.peak_bytes + storages.copied_bytes
 
     def parameter_state(
         self,

@@ -1,0 +1,82 @@
+"""The activations a plan counts are those that autograd keeps on every rank.
+
+Copies that moves make are among them: a weight stored in shards and gathered for a product is
+kept whole for its backward (autoparallel PR#22: a gather that memory was not charged for;
+DeepSpeed#4527: an estimate without activations).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from model_zoo.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.distributed
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return ((x - y) ** 2).mean()
+
+
+def build(name):
+    torch.manual_seed(0)
+    if name == "gpt":
+        batch = {k: torch.zeros(4, 16, dtype=torch.long) for k in ("input_ids", "labels")}
+        return GPT(GPTConfig(layers=2, hidden=32, heads=4, vocab=64, seq_len=16)), batch
+    return Stack(), {k: torch.randn(16, 64) for k in "xy"}
+
+
+def counted_and_predicted(name, pins, limit):
+    """Bytes kept by one step on this rank, and what the plan says of its stage."""
+    model, batch = build(name)
+    parallel = autopar.parallelize(
+        model,
+        "local:2",
+        batch=batch,
+        optimizer=(torch.optim.Adam, {}),
+        pins={"micro_batches": 1, "recompute": "none", **pins},
+        memory_limit_bytes=limit,
+    )
+    own = [entry.local for entry in parallel.program.store.entries.values()]
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*own, *batch.values())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage)  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        parallel.train_step(batch)
+    rank = torch.distributed.get_rank()
+    stage = next(stage for stage in parallel.plan.stages if rank in stage.ranks)
+    counted = sum(s.nbytes() for address, s in kept.items() if address not in held)
+    return counted, dict(stage.memory_bytes)["activations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pins", "limit"),
+    [
+        ("gpt", {"tensor": 2}, None),
+        ("gpt", {"pipeline": 2}, None),
+        ("gpt", {"data": 2}, None),
+        ("gpt", {"tensor": 2, "weight:blocks.0.feed_forward.up.weight": "R"}, None),
+        ("gpt", {"tensor": 2, "weight:blocks.0.attention.qkv.weight": "S(1)"}, None),
+        ("stack", {"pipeline": 1, "data": 1}, 200_000),
+        ("stack", {"tensor": 2, "weight:layers.1.weight": "R"}, None),
+    ],
+)
+def test_predicted_activations_are_kept(pool2, name, pins, limit):
+    for counted, predicted in pool2.run(counted_and_predicted, name, pins, limit):
+        assert predicted == pytest.approx(counted, rel=0.02)
