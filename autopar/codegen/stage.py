@@ -10,7 +10,7 @@ from autopar.codegen.block import HEADER, BlockSource, BodyPrinter, axis_lines, 
 from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
 from autopar.ir.graph import Ref, SourceKind
-from autopar.ir.placement import Layout, P, Shard
+from autopar.ir.placement import Layout
 from autopar.plan.flow import BlockFlow, block_flow
 from autopar.plan.plan import BlockPlan, StagePlan, Variant
 
@@ -298,21 +298,6 @@ class StagePrinter:
         prefixes = {n[: -len(k)] if n.endswith(k) else None for n, k in own}
         if len(prefixes) <= 1 and None not in prefixes:
             prefix = next(iter(prefixes), "")
-            return f'pick(w, {use_name(variant)}.WEIGHTS, "{prefix}")'
+            return f'pick(w, {variant.name}.WEIGHTS, "{prefix}")'
         pairs = ", ".join(f'"{k}": w["{n}"]' for n, k in zip(names, wanted, strict=True))
         return f"{{{pairs}}}"
-
-
-def use_name(variant: Variant) -> str:
-    """Module name of a variant's source file."""
-    return variant.name
-
-
-def partial_axes(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes on which a value is a partial sum."""
-    return tuple(axis for axis, p in zip(axes, layout, strict=True) if p == P)
-
-
-def sharded_dims(layout: Layout, axes: Sequence[str]) -> tuple[tuple[str, Shard], ...]:
-    """(axis, placement) of every split of a value."""
-    return tuple((a, p) for a, p in zip(axes, layout, strict=True) if isinstance(p, Shard))

@@ -12,13 +12,12 @@ from dataclasses import replace
 from math import prod
 
 from autopar.codegen.model import ModelView
-from autopar.ir.blocks import Block
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import GradientEntry, buckets
-from autopar.plan.flow import move_bytes
+from autopar.plan.flow import BlockFlow, move_bytes
 from autopar.plan.plan import NodeChoice, Plan, StagePlan
 
 LOSS_BYTES = 8
@@ -81,8 +80,8 @@ def _micro_batch(
     variants = {variant.name: variant for variant in view.plan.variants}
     for use in stage.blocks:
         variant = variants[use.variant]
-        block, _ = view.variant_flow(variant)
-        for item in _block(view, block, variant.choices, samples, at):
+        _, flow = view.variant_flow(variant)
+        for item in _block(view, flow, variant.choices, samples, at):
             yield item
             if use.recompute and item.phase == "forward":
                 yield replace(item, phase="recompute")
@@ -90,10 +89,12 @@ def _micro_batch(
 
 
 def _block(
-    view: ModelView, block: Block, choices: Sequence[NodeChoice], samples: int, at: tuple[int, ...]
+    view: ModelView,
+    flow: BlockFlow,
+    choices: Sequence[NodeChoice],
+    samples: int,
+    at: tuple[int, ...],
 ) -> Iterator[Collective]:
-    variant = next(v for v in view.plan.variants if v.choices == tuple(choices))
-    _, flow = view.variant_flow(variant)
     sizes = view.mesh.sizes
     whole_batch = samples * sizes[0]
     for move in flow.moves():

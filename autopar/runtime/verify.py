@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -102,7 +101,7 @@ def compare(
         recorder.start()
         loss = parallel.backward_step(batch)
         collectives = recorder.stop()
-        with reference_random(seed, step) if _draws(reference) else nullcontext():
+        with reference_random(seed, step):
             expected = call_model(reference, batch, loss_fn)
         optimizer.zero_grad()
         expected.backward()
@@ -132,10 +131,6 @@ def compare(
 
 
 _Note = Callable[..., None]
-
-
-def _draws(model: nn.Module) -> bool:
-    return model.training
 
 
 def _compare_weights(
