@@ -121,8 +121,8 @@ class Collective:
     `nbytes` is the size of the whole tensor over the group (the input of an all-reduce or
     reduce-scatter, the result of an all-gather, one rank's buffer of an all-to-all, the message of
     a send). `axes` are the mesh axes of the group. `phase` is `forward`, `backward`, `recompute`,
-    `setup` (once, before the micro-batches) or `sync` (once, after them). `count` is per step and
-    per rank of the group.
+    `setup` (once, before the micro-batches), `sync` (once, gradients after their last micro-batch)
+    or `update` (once, weights after the optimizer). `count` is per step and per rank of the group.
     """
 
     op: CollectiveOp

@@ -10,22 +10,43 @@ DEFAULT_CAP_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientEntry:
-    """A gradient that is partial on `axes`: each rank along them holds one summand."""
+    """A gradient that is partial on `axes`: each rank along them holds one summand.
+
+    `nbytes` are those of the summand. `scatter` are the axes among `axes` along which each rank
+    keeps its shard of the sum, of `shard_nbytes` on this rank. `early` gradients are summed as soon
+    as they are there, not after the whole backward.
+    """
 
     name: str
     nbytes: int
     dtype: str
     axes: tuple[str, ...]
+    scatter: tuple[str, ...] = ()
+    shard_nbytes: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Gradients of one dtype that are summed together over the same axes."""
+    """Gradients of one dtype that are summed together over the same axes.
+
+    Those with `scatter` axes are reduce-scattered along them, then all-reduced as shards along the
+    `rest`: in the flat buffer the part of a rank is its shards of all gradients, one after the
+    other.
+    """
 
     names: tuple[str, ...]
     nbytes: int
     dtype: str
     axes: tuple[str, ...]
+    scatter: tuple[str, ...] = ()
+    shard_nbytes: int = 0
+    early: bool = False
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The axes along which the sum, or the shard of it, is the same on every rank."""
+        return tuple(axis for axis in self.axes if axis not in self.scatter)
 
 
 def buckets(
@@ -33,21 +54,25 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """Fill buckets in the order of the entries, each up to `cap_bytes`.
 
-    An entry larger than the cap has a bucket to itself; none is split. Axes and dtypes come in the
-    order they first occur in. Entries without axes need no sum and are left out.
+    An entry larger than the cap has a bucket to itself; none is split. Axes, dtypes and so on come
+    in the order they first occur in. Entries without axes need no sum and are left out.
     """
-    groups: dict[tuple[tuple[str, ...], str], list[GradientEntry]] = {}
+    groups: dict[tuple[object, ...], list[GradientEntry]] = {}
     for entry in entries:
         if entry.axes:
-            groups.setdefault((entry.axes, entry.dtype), []).append(entry)
+            key = (entry.axes, entry.dtype, entry.scatter, entry.early)
+            groups.setdefault(key, []).append(entry)
     return tuple(
         Bucket(
             names=tuple(entry.name for entry in part),
             nbytes=sum(entry.nbytes for entry in part),
-            dtype=dtype,
-            axes=axes,
+            dtype=part[0].dtype,
+            axes=part[0].axes,
+            scatter=part[0].scatter,
+            shard_nbytes=sum(entry.shard_nbytes for entry in part),
+            early=part[0].early,
         )
-        for (axes, dtype), group in groups.items()
+        for group in groups.values()
         for part in _filled(group, cap_bytes)
     )
 

@@ -17,6 +17,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout, Partial, Shard
 from autopar.plan.plan import ParameterPlan, Plan, StagePlan
 from autopar.plan.text import amount, plural, spans
+from autopar.plan.zero import zero_problems
 from autopar.schedules.registry import SCHEDULES
 
 GROUPS = ("pipeline", "tied", "world")
@@ -128,6 +129,7 @@ def _ranks(plan: Plan) -> Problems:
 
 def _parameters(plan: Plan) -> Problems:
     shapes = {entry.fqn: tuple(map(str, entry.shape)) for entry in plan.model.parameters}
+    shared = shared_parameters(plan)
     first: dict[str, ParameterPlan] = {}
     for stage in plan.stages:
         where = f"stage {stage.index}"
@@ -146,6 +148,10 @@ def _parameters(plan: Plan) -> Problems:
             yield from _layout_problems(
                 plan, parameter.layout, f"{where}: parameter {parameter.fqn}", parameter
             )
+            for problem in zero_problems(parameter, [axis.name for axis in plan.axes]):
+                yield f"{where}: parameter {parameter.fqn}: {problem}"
+            if parameter.zero > 1 and parameter.fqn in shared:
+                yield f"{where}: parameter {parameter.fqn}: zero {parameter.zero} on several stages"
             if first.setdefault(parameter.fqn, parameter) != parameter:
                 yield f"{where}: parameter {parameter.fqn}: not as on an earlier stage"
     for fqn in shapes:

@@ -14,7 +14,7 @@ second list. A codec exists for each kind of type hint:
 | `tuple[T, ...]`                 | an array                                          |
 | a dataclass                     | an object, keys in the order of the fields        |
 
-A field whose default is empty (no items, no text, null) or a flag is left out where it has it.
+A field whose default is empty (no items, no text, null, 0) or a flag is left out where it has it.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def _members(kind: Any) -> tuple[tuple[Field[Any], Codec], ...]:
 
 
 def _left_out(default: Any) -> bool:
-    return default is None or isinstance(default, bool) or default in ((), "")
+    return default is None or isinstance(default, bool) or default in ((), "", 0)
 
 
 def _join(path: str, name: str) -> str:

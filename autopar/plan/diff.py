@@ -9,9 +9,10 @@ from itertools import zip_longest
 from typing import Any
 
 from autopar.plan.codec import codec_of
-from autopar.plan.plan import Plan
+from autopar.plan.plan import ParameterPlan, Plan
 from autopar.plan.table import certificate_text, collective_totals, grid_text, peak_bytes
 from autopar.plan.text import amount, columns, duration, number, page, percent, section, spans
+from autopar.plan.zero import zero_shard
 
 _ABSENT = "-"
 
@@ -134,9 +135,16 @@ def _parameter_layouts(plan: Plan) -> dict[str, str]:
     """Layout by parameter; axes of one rank are left out, for a grid may lack them."""
     return {
         parameter.fqn: _named_layout(plan, tuple(map(str, parameter.layout)))
+        + _zero(plan, parameter)
         for stage in plan.stages
         for parameter in stage.parameters
     }
+
+
+def _zero(plan: Plan, parameter: ParameterPlan) -> str:
+    """The ZeRO level of a parameter and the axes it is over, if any."""
+    found = zero_shard(parameter, [axis.name for axis in plan.axes])
+    return f", ZeRO-{parameter.zero} over {' x '.join(found.axes)} dim {found.dim}" if found else ""
 
 
 def _named_layout(plan: Plan, layout: tuple[str, ...]) -> str:

@@ -94,7 +94,11 @@ class BlockPlan:
 class ParameterPlan:
     """Where a parameter or buffer lies.
 
-    `tied` lists further names; `shard_sizes` has the extents along an unevenly split dim.
+    `layout` is that in which ops read it. `tied` lists further names; `shard_sizes` has the extents
+    along an unevenly split dim. `zero` is the ZeRO level: from 1 on the master weight and the
+    optimizer state lie as `stored` between steps, split further over batch axes; from 2 on the
+    gradient too, as soon as its last micro-batch has made it; at 3 the weight itself, which a block
+    gathers for its forward and again for its backward. An empty `stored` is the same as `layout`.
     """
 
     fqn: str
@@ -106,6 +110,8 @@ class ParameterPlan:
     persistent: bool = True
     tied: tuple[str, ...] = ()
     shard_sizes: tuple[int, ...] = ()
+    zero: int = 0
+    stored: Layout = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,28 @@ def test_buckets_fill_in_order_and_by_kind():
     assert buckets([]) == ()
 
 
+def test_scattered_and_early_gradients_have_buckets_of_their_own():
+    scattered = [
+        GradientEntry(
+            name=name,
+            nbytes=40,
+            dtype="float32",
+            axes=("data", "shard"),
+            scatter=("shard",),
+            shard_nbytes=10,
+            early=early,
+        )
+        for name, early in (("a", False), ("b", True), ("c", False))
+    ]
+    late, plain, early = buckets(
+        [scattered[0], entry("x", 4, axes=("data", "shard")), *scattered[1:]]
+    )
+    assert (late.names, late.nbytes, late.shard_nbytes) == (("a", "c"), 80, 20)
+    assert (late.scatter, late.rest) == (("shard",), ("data",))
+    assert (plain.names, plain.rest) == (("x",), ("data", "shard"))
+    assert (early.names, early.early) == (("b",), True)
+
+
 def test_needs_no_torch():
     code = "import autopar.plan.buckets, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

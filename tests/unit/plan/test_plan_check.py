@@ -142,6 +142,10 @@ ONE_PROBLEM = {
         lambda p: _parameter(p, layout=(R, P)),
         f"{PARAMETER}: a parameter cannot be P(sum)",
     ),
+    "zero level without a layout": (
+        lambda p: _parameter(p, zero=1),
+        f"{PARAMETER}: zero 1 with the stored layout none",
+    ),
     "pieces": (
         lambda p: _up(p, layout=(R, Shard(0, (128, 64)))),
         f"{UP}: the pieces of S(0:128|64) are not 256 together",
