@@ -10,9 +10,9 @@ from __future__ import annotations
 from autopar.schedules.action import Action, ActionKind, Schedule, matching_recv
 from autopar.schedules.closed_form import flush_step_lower_bound_s, flush_step_s
 from autopar.schedules.grid import render_grid
-from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.in_flight import peak_in_flight, peak_weighted
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.registry import SCHEDULES, ScheduleRow, build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import Event, StageTimes, Stream, Timeline
 from autopar.schedules.validate import validate
@@ -23,6 +23,7 @@ __all__ = [
     "ActionKind",
     "Event",
     "Schedule",
+    "ScheduleRow",
     "StageTimes",
     "Stream",
     "Timeline",
@@ -32,6 +33,7 @@ __all__ = [
     "insert_communication",
     "matching_recv",
     "peak_in_flight",
+    "peak_weighted",
     "render_grid",
     "simulate",
     "validate",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.schedules.action import ActionKind, Schedule
 
 _CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_WEIGHT: -1}
@@ -20,3 +22,19 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
             held[action.stage] += _CHANGE.get(action.kind, 0)
             peak[action.stage] = max(peak[action.stage], held[action.stage])
     return tuple(peak)
+
+
+def peak_weighted(schedule: Schedule, saved_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Per rank, the most bytes it holds at once; a forward of stage s saves `saved_bytes[s]`.
+
+    Less than the peaks of its stages together where a rank has several: they are not at their peaks
+    at the same time.
+    """
+    peaks = []
+    for row in schedule.ranks:
+        held = peak = 0
+        for action in row:
+            held += _CHANGE.get(action.kind, 0) * saved_bytes[action.stage]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

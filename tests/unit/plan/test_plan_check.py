@@ -11,6 +11,7 @@ from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.placement import P, R, Shard
 from autopar.plan.check import check_plan, plan_problems, shared_parameters
 from autopar.plan.plan import MeshAxis
+from autopar.schedules.registry import SCHEDULES
 
 
 def _stage(plan, position, /, **changes):
@@ -67,7 +68,7 @@ ONE_PROBLEM = {
     ),
     "schedule": (
         lambda p: replace(p, schedule="best"),
-        "schedule: expected one of gpipe, 1f1b, found 'best'",
+        f"schedule: expected one of {', '.join(SCHEDULES)}, found 'best'",
     ),
     "global batch": (
         lambda p: _training(p, global_batch=33),
