@@ -12,6 +12,7 @@ from autopar.ir.graph import Arg, OpNode, Ref, Size, TensorSpec
 from autopar.ir.placement import Layout, Shard
 from autopar.plan.flow import Move
 from autopar.plan.plan import NodeChoice
+from autopar.plan.split import Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,8 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalNode:
-    """A node with its choice, the kernel on each axis, and its number among random ops."""
+    """A node with its choice, the kernel on each axis, its number among random ops, and how its
+    weight's gradient is computed apart, if it is."""
 
     node: OpNode
     choice: NodeChoice
@@ -32,6 +34,7 @@ class LocalNode:
     random_index: int | None
     specs: Mapping[Ref, TensorSpec]
     mesh: Mesh
+    split: Product | None = None
 
     def kernel_axis(self, kernel: str) -> str:
         """The axis a kernel runs over."""
@@ -184,7 +187,19 @@ def _print_node(local: LocalNode, call: Call) -> str:
     if local.random_index is not None:
         printer = _random_attention if node.op.endswith("attention") else _random_dropout
         return printer(local, call)
-    return print_call(call)
+    return print_call(call) if local.split is None else _split_product(local.split, call)
+
+
+def _split_product(product: Product, call: Call) -> str:
+    """A product whose weight gradient the weight part of the backward computes."""
+    if product.function == "embedding":
+        padding = call.arg(2, "padding_idx", "-1")
+        extra = "" if padding == "-1" else f", padding_idx={padding}"
+        return f"kernels.embedding({call.args[1]}, {call.args[0]}, ctx{extra})"
+    tensors = list(call.args[:2])
+    if product.bias is not None:
+        tensors.append(call.arg(2, "bias"))
+    return f"kernels.{product.function}({', '.join(tensors)}, ctx)"
 
 
 def node_text(local: LocalNode, names: Callable[[Ref, int], str]) -> str:

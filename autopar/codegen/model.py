@@ -22,7 +22,9 @@ from autopar.plan.flow import (
     shared_layouts,
 )
 from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
+from autopar.plan.split import Product, split_products
 from autopar.rules import GraphFacts, axis_strategies
+from autopar.schedules.registry import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,22 @@ class ModelView(GraphFacts):
                 ),
                 specs=self.specs,
                 mesh=self.mesh,
+                split=self.split_products.get(name),
             )
             for name in names
         )
+
+    @cached_property
+    def split_products(self) -> Mapping[str, Product]:
+        """The ops whose weight gradients are computed apart; none unless the schedule asks it."""
+        if not SCHEDULES[self.plan.schedule].splits_backward:
+            return {}
+        found: dict[str, Product] = {}
+        for block_class in self.chain.classes:
+            block = self.chain.representative(block_class.index)
+            nodes = [self.nodes[name] for name in block.nodes]
+            found.update(split_products(nodes, block.parameters, self.specs))
+        return found
 
     @cached_property
     def _users(self) -> Mapping[str, int]:

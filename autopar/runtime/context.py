@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.recorder import Recorder
+
+
+DeferredGradient = Callable[[], list[tuple[GradientEdge, Tensor]]]
+"""Computes gradients of weights, each with the place in autograd's graph where it belongs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,4 +37,4 @@ class StepContext:
     training: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     recorder: Recorder = field(default_factory=Recorder)
-    deferred: list[Callable[[], None]] | None = None
+    deferred: list[DeferredGradient] | None = None

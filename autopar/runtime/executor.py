@@ -18,9 +18,10 @@ from autopar.errors import PlanMismatch, RuntimeFailure
 from autopar.runtime import primitives
 from autopar.runtime.axes import BACKWARD, FORWARD, World
 from autopar.runtime.channels import Channels
-from autopar.runtime.context import StepContext
+from autopar.runtime.context import DeferredGradient, StepContext
 from autopar.runtime.data import Span
 from autopar.runtime.program import BoundarySpec, Named, StageProgram, Tensors
+from autopar.runtime.weight_gradients import compute_deferred
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.lower import insert_communication
 
@@ -137,7 +138,7 @@ class _Run:
         self.ready: dict[_Where, Sequence[Tensor]] = {}
         """Values made on this rank: for a send, or for a stage that is here too."""
         splits = any(action.kind is _K.BACKWARD_WEIGHT for action in executor.actions)
-        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] | None = (
+        self.deferred: dict[tuple[int, int], list[DeferredGradient]] | None = (
             {} if splits and data.training else None
         )
 
@@ -294,8 +295,7 @@ class _Run:
 
     def backward_weight(self, action: Action) -> None:
         if self.deferred is not None:
-            for compute in self.deferred.pop((action.stage, action.micro_batch), ()):
-                compute()
+            compute_deferred(self.deferred.pop((action.stage, action.micro_batch), []))
 
     def send_forward(self, action: Action) -> None:
         self._send(action, FORWARD)

@@ -6,7 +6,6 @@ ranks and micro-batches add up to the loss of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.runtime.context import StepContext
 from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
 from autopar.runtime.vocab import vocab_cross_entropy, vocab_embedding
+from autopar.runtime.weight_gradients import addmm, bmm, embedding, linear, matmul
 
 
 class _Dropout(torch.autograd.Function):
@@ -91,51 +90,6 @@ def attention(
     return dropout(weights, dropout_p, ctx, op=op, dims=dims) @ v
 
 
-class _DeferredLinear(torch.autograd.Function):
-    """A linear whose weight gradient is computed when the schedule says so."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        deferred: list[Callable[[], None]],
-    ) -> Tensor:
-        ctx.tensors = (x, weight, bias)
-        ctx.deferred = deferred
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight, bias = ctx.tensors
-        ctx.tensors = None
-
-        def accumulate() -> None:
-            rows = grad.reshape(-1, grad.shape[-1])
-            if weight.requires_grad:
-                _add_gradient(weight, rows.t() @ x.detach().reshape(-1, x.shape[-1]))
-            if bias is not None and bias.requires_grad:
-                _add_gradient(bias, rows.sum(0))
-
-        ctx.deferred.append(accumulate)
-        return grad @ weight.detach() if ctx.needs_input_grad[0] else None, None, None, None
-
-
-def _add_gradient(leaf: Tensor, grad: Tensor) -> None:
-    leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: StepContext) -> Tensor:
-    """`F.linear`. Where the schedule splits the backward into input and weight parts, the gradients
-    of `weight` and `bias` are left to the weight part."""
-    leaves = weight.is_leaf and (bias is None or bias.is_leaf)
-    if ctx.deferred is None or not leaves or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return _DeferredLinear.apply(x, weight, bias, ctx.deferred)
-
-
 def cross_entropy_sum(
     logits: Tensor, target: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -164,11 +118,15 @@ def partial_mean(
 
 
 __all__ = [
+    "addmm",
     "attention",
+    "bmm",
     "count_valid",
     "cross_entropy_sum",
     "dropout",
+    "embedding",
     "linear",
+    "matmul",
     "partial_mean",
     "vocab_cross_entropy",
     "vocab_embedding",

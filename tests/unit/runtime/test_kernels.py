@@ -8,7 +8,9 @@ from autopar.runtime.axes import AxisGroup
 from autopar.runtime.context import StepContext
 from autopar.runtime.counter_random import keep_mask
 from autopar.runtime.recorder import Recorder
+from autopar.runtime.program import recompute
 from autopar.runtime.reference import reference_random, whole_dims
+from autopar.runtime.weight_gradients import compute_deferred
 
 ALONE = AxisGroup(axes=("tensor",), ranks=(0,), rank=0, recorder=Recorder())
 
@@ -146,24 +148,60 @@ def test_vocab_embedding_on_shards():
     torch.testing.assert_close(torch.cat([part.grad for part in parts]), weight.grad)
 
 
-def test_deferred_linear():
+WEIGHTS = {
+    "embedding": (11, 4),
+    "linear": (6, 4),
+    "bias": (6,),
+    "addmm": (6, 5),
+    "addmm_bias": (5,),
+    "transposed": (7, 5),
+    "batched": (3, 7, 2),
+}
+
+
+def products(w, ctx, ids, again):
+    """Every product with a weight, one after the other; `again` runs the middle ones twice."""
+
+    def middle(x):
+        y = torch.tanh(kernels.linear(x, w["linear"], w["bias"], ctx))
+        y = torch.tanh(kernels.addmm(w["addmm_bias"], y.flatten(0, 1), w["addmm"], ctx))
+        y, weight = y.unflatten(0, (3, 4)), w["transposed"].t()
+        return (kernels.matmul(y, weight, ctx) + kernels.matmul(2 * y, weight, ctx),)
+
+    x = kernels.embedding(ids, w["embedding"], ctx, padding_idx=2)
+    (y,) = recompute(middle, x) if again else middle(x)
+    return kernels.bmm(y, w["batched"], ctx)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_weight_gradients_are_computed_when_asked_for(again):
     torch.manual_seed(0)
-    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(2, 3, 5, dtype=torch.float64)
-    want = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
+    w = {name: torch.randn(shape, dtype=torch.float64) for name, shape in WEIGHTS.items()}
+    ids = torch.tensor([[0, 2, 4, 4], [4, 7, 3, 10], [1, 1, 1, 9]])
+    for weight in w.values():
+        weight.requires_grad_()
+    grad = torch.randn(3, 4, 2, dtype=torch.float64)
+    want = torch.autograd.grad(products(w, context(), ids, False), list(w.values()), grad)
+    deferred = []
+    for _ in range(2):
+        products(w, context(deferred=deferred), ids, again).backward(grad)
+    assert all(weight.grad is None for weight in w.values())
+    compute_deferred(deferred)
+    assert deferred == []
+    for weight, expected in zip(w.values(), want, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_its_input_does():
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     deferred = []
     ctx = context(deferred=deferred)
-    for _ in range(2):
-        kernels.linear(x, weight, bias, ctx).backward(grad)
-    torch.testing.assert_close(x.grad, 2 * want[0])
+    kernels.linear(x, weight, bias.requires_grad_(), ctx).sum().backward()
+    compute_deferred(deferred)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3))
     assert weight.grad is None
-    assert bias.grad is None
-    for compute in deferred:
-        compute()
-    torch.testing.assert_close(weight.grad, 2 * want[1])
-    torch.testing.assert_close(bias.grad, 2 * want[2])
+    assert bias.grad.equal(torch.full((4,), 2.0, dtype=torch.float64))
 
 
 class Small(nn.Module):
