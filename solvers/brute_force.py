@@ -64,17 +64,24 @@ def _best_options(
     stages = problem.stages(cuts)
     if min(len(stage) for stage in stages) < problem.min_blocks:
         return math.inf
-    times, syncs, fits = [], [], np.ones(value["time_s"].shape[1], dtype=bool)
+    times, tops, syncs, kept, transient = [], [], [], [], []
     for k, stage in enumerate(stages):
         held = slice(stage.start, stage.stop)
         boundary = sum(problem.boundary_s[c - 1] for c in cuts if c in (stage.start, stage.stop))
-        times.append(problem.time_scale[k] * value["time_s"][held].sum(axis=0) + boundary)
+        work = problem.time_scale[k] * value["time_s"][held].sum(axis=0)
+        times.append(work + boundary)
+        tops.append(work + boundary if problem.boundary_in_max else work)
         syncs.append(value["sync_s"][held].sum(axis=0))
         used = problem.stage_fixed_bytes[k] + value["static_bytes"][held].sum(axis=0)
-        used += problem.in_flight[k] * value["saved_bytes"][held].sum(axis=0)
-        used += value["transient_bytes"][held].max(axis=0)
-        capacity = problem.capacity_bytes[k]
+        kept.append(used + problem.in_flight[k] * value["saved_bytes"][held].sum(axis=0))
+        transient.append(value["transient_bytes"][held].max(axis=0))
+    fits, rank_syncs = np.ones(value["time_s"].shape[1], dtype=bool), []
+    for on_rank in problem.rank_stages():
+        used = np.sum([kept[k] for k in on_rank], axis=0)
+        used = used + np.max([transient[k] for k in on_rank], axis=0)
+        capacity = problem.capacity_bytes[on_rank[0]]
         fits &= used <= capacity + CAPACITY_TOLERANCE * abs(capacity)
-    total = np.sum(times, axis=0) + np.max(syncs, axis=0)
-    total = total + (problem.num_micro_batches - 1) * np.max(times, axis=0)
+        rank_syncs.append(np.sum([syncs[k] for k in on_rank], axis=0))
+    total = problem.sum_weight * np.sum(times, axis=0) + np.max(rank_syncs, axis=0)
+    total = total + problem.bottleneck_weight * np.max(tops, axis=0)
     return float(np.where(fits, total, np.inf).min())

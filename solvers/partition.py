@@ -21,6 +21,7 @@ from solvers.partition_dp import ArcCosts, ChainSearch, Path
 from solvers.partition_ilp import solve_ilp
 from solvers.partition_pricing import OutOfTime, Pricer
 from solvers.partition_problem import BlockOption, PartitionProblem, PartitionSolution
+from solvers.partition_shared import least_shortfall, parts, shared_bound
 from solvers.partition_table import PriceTable
 from solvers.solution import Conflict, Status, label, relative_gap
 
@@ -50,7 +51,9 @@ def solve_partition(
     Both methods are exact. "dp" is the dynamic program alone, for solving many problems fast;
     "ilp", or `certify`, has an engine prove its answer. Status: OPTIMAL (proven to within `gap`),
     FEASIBLE (time was up), TIME_LIMIT (nothing found; `bound` holds) or INFEASIBLE, with the
-    bytes that stages lack at the least. Raises ValueError for an unknown method and
+    bytes that stages lack at the least. Where stages share ranks both methods are the same, and
+    exact only where memory does not tie the stages of a rank together: else FEASIBLE, or
+    TIME_LIMIT, with a bound that is proven. Raises ValueError for an unknown method and
     `BackendUnavailable`.
     """
     if method not in METHODS:
@@ -60,7 +63,9 @@ def solve_partition(
         lacking = float(problem.num_stages * problem.min_blocks - len(problem.blocks))
         return run.infeasible(conflict=(("blocks", lacking),))
     engine = get_backend(backend) if method == "ilp" or certify else None
-    pricer = Pricer(problem, run.deadline)
+    if problem.shares_ranks:
+        return _shared(run)
+    pricer = Pricer(run.scaled, run.deadline)
     try:
         exact = _dynamic_program(run, pricer)
         if exact is None:
@@ -84,11 +89,21 @@ class _Run:
     incumbent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     objective: float = math.inf
 
+    @property
+    def scaled(self) -> PartitionProblem:
+        """The problem as the dynamic program takes it: sums of times have weight one."""
+        return self.problem.scaled()
+
     def offer(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> None:
         """Keep a partition if it beats the incumbent."""
         objective = self.problem.objective(self.problem.use(cuts, options))
         if objective < self.objective:
             self.objective, self.incumbent = objective, (cuts, options)
+
+    @property
+    def bound_within_gap(self) -> float:
+        """The objective from which the bound proves an answer."""
+        return self.relaxed_bound * (1 + self.gap)
 
     def left_s(self) -> float:
         return self.deadline - time.perf_counter()
@@ -164,7 +179,7 @@ class _Exact:
 
 def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
     """Solve exactly, into `run`; None if infeasible. Raises OutOfTime, with `run` up to date."""
-    problem = run.problem
+    problem = run.scaled
     table = PriceTable(problem, pricer)
     search = ChainSearch(problem, pricer.kind_of_stage, run.deadline)
     arcs = table.arcs()
@@ -189,6 +204,34 @@ def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
     if path is not None:
         _offer(run, table, path)
     return _Exact(table=table, search=search, arcs=arcs)
+
+
+def _shared(run: _Run) -> PartitionSolution:
+    """Stages that share ranks: partitions that fit, and a bound on all; see `partition_shared`."""
+    problem = run.problem
+    for part in parts(problem):
+        if run.left_s() <= 0 or (run.incumbent and run.objective <= run.bound_within_gap):
+            break
+        found = solve_partition(part.problem, method="dp", time_limit_s=max(run.left_s(), 0.01))
+        if part.relaxes and found.status is Status.INFEASIBLE:
+            return run.infeasible(found.conflict, found.cuts, found.stage_bytes)
+        if part.relaxes:
+            run.relaxed_bound = max(run.relaxed_bound, found.bound)
+        if found.status.has_solution:
+            run.offer(found.cuts, part.options(found.options))
+    if run.objective > run.bound_within_gap:
+        run.relaxed_bound = max(run.relaxed_bound, shared_bound(problem))
+    if run.incumbent is None:
+        return _lacking(run)
+    return run.solution(bound=run.relaxed_bound, engine="dp")
+
+
+def _lacking(run: _Run) -> PartitionSolution:
+    """Infeasible where the least that is needed is too much; else nothing was found."""
+    short = least_shortfall(run.problem)
+    if short.conflict:
+        return run.infeasible(short.conflict, short.cuts, short.stage_bytes)
+    return run.solution(bound=run.relaxed_bound, engine="dp")
 
 
 def _first_ways(path: Path) -> Path:

@@ -20,9 +20,12 @@ def lower_bound(problem: PartitionProblem) -> float:
     work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale), which is
     what perfectly balanced stages take.
     """
+    problem = problem.scaled()
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
     stages = problem.num_stages
-    free = sum(c + CAPACITY_TOLERANCE * abs(c) for c in problem.capacity_bytes)
+    ranks = problem.rank_stages()
+    capacities = [problem.capacity_bytes[held[0]] for held in ranks]
+    free = sum(c + CAPACITY_TOLERANCE * abs(c) for c in capacities)
     free -= sum(problem.stage_fixed_bytes)
     work = _least_work(problem, counts, free)
     if math.isinf(work) or len(problem.blocks) < stages * problem.min_blocks:
@@ -37,13 +40,14 @@ def lower_bound(problem: PartitionProblem) -> float:
     boundary = 2.0 * math.fsum(cuts)
     total = work * float(scales.min()) + boundary
     longest_block = max(min(o.time_s for o in options) for options in present)
-    bottleneck = max(total / stages, longest_block * float(scales.min()))
+    spread = total if problem.boundary_in_max else work * float(scales.min())
+    bottleneck = max(spread / stages, longest_block * float(scales.min()))
     if scales.min() > 0:
         bottleneck = max(bottleneck, work / float((1 / scales).sum()))
     least_sync = np.array([min(o.sync_s for o in options) for options in problem.classes])
     longest_sync = max(min(o.sync_s for o in options) for options in present)
-    sync = max(float(counts @ least_sync) / stages, longest_sync)
-    bound = total + (problem.num_micro_batches - 1) * bottleneck + sync
+    sync = max(float(counts @ least_sync) / len(ranks), longest_sync)
+    bound = total + problem.bottleneck_weight * bottleneck + sync
     return bound * (1 - _ROUNDING)
 
 

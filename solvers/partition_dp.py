@@ -37,6 +37,7 @@ class ArcCosts:
     run: NDArray[np.intp]
     boundary_s: Array
     allowed: list[NDArray[np.bool_]]
+    boundary_in_max: bool = True
 
     def least_time(self, sync_limit: float = math.inf) -> list[Array]:
         """Per kind, the least time [start, end] of the ways within a sync limit."""
@@ -45,6 +46,10 @@ class ArcCosts:
             of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run]
             least.append(np.where(allowed, of_run + self.boundary_s, np.inf))
         return least
+
+    def tops(self, costs: Sequence[Array]) -> list[Array]:
+        """What times count towards the bottleneck: without their cuts where these are hidden."""
+        return list(costs) if self.boundary_in_max else [c - self.boundary_s for c in costs]
 
     def least_sync(self) -> list[Array]:
         """Per kind, the least sync [start, end] of any way."""
@@ -78,7 +83,7 @@ class ChainSearch:
         self, problem: PartitionProblem, kind_of_stage: Sequence[int], deadline: float
     ) -> None:
         self.kind_of_stage = list(kind_of_stage)
-        self.weight = problem.num_micro_batches - 1
+        self.weight = problem.bottleneck_weight
         self.deadline = deadline
         self.length = len(problem.blocks)
         stages, least = problem.num_stages, problem.min_blocks
@@ -155,7 +160,7 @@ class ChainSearch:
         limit = math.inf
         while limit >= sync_floor and math.isfinite(sync_floor):
             target = cutoff if best is None else min(cutoff, best.objective)
-            found = self._sum_and_max(arcs.least_time(limit), target - sync_floor)
+            found = self._sum_and_max(arcs, arcs.least_time(limit), target - sync_floor)
             if found is None:
                 break
             positions, value = found
@@ -177,10 +182,11 @@ class ChainSearch:
         return tuple(way for way, _ in found), max(sync for _, sync in found)
 
     def _sum_and_max(
-        self, costs: Sequence[Array], cutoff: float
+        self, arcs: ArcCosts, costs: Sequence[Array], cutoff: float
     ) -> tuple[tuple[int, ...], float] | None:
         """The path of least sum + weight * max below `cutoff`, with its value."""
-        floor = self.least_bottleneck(costs)
+        tops = arcs.tops(costs)
+        floor = self.least_bottleneck(tops)
         if math.isinf(floor):
             return None
         best: tuple[int, ...] | None = None
@@ -188,11 +194,12 @@ class ChainSearch:
         limits = [floor, math.inf]  # the tightest limit first: it often gives the optimum
         while limits:
             limit = limits.pop(0)
-            found = self.shortest([np.where(c <= limit, c, np.inf) for c in costs])
+            within = [np.where(t <= limit, c, np.inf) for c, t in zip(costs, tops, strict=True)]
+            found = self.shortest(within)
             if found is None:
                 continue
             total, positions = found
-            largest = self._largest(costs, positions)
+            largest = self._largest(tops, positions)
             if total + self.weight * largest < value:
                 best, value = positions, total + self.weight * largest
             if limit == floor or total + self.weight * floor >= value * (1 - _SLACK):

@@ -3,7 +3,7 @@
 x[k, i, j, p] says that stage k runs blocks [i, j) in its way p, at a price that already minds
 memory; b is the bottleneck, y the longest sync. Costs are divided by the incumbent's objective.
 
-    minimise    sum T x + (M - 1) b + y
+    minimise    sum T x + weight b + y
     subject to  x into position (k, i) = x out of it             (`_add_flow`)
                 sum over the arcs of stage k of T x <= b         every k   (`_add_maxima`)
                 sum over the arcs of stage k of Y x <= y         every k   (`_add_maxima`)
@@ -44,6 +44,7 @@ class _Arc:
     end: int
     way: int
     time: float
+    top: float
     sync: float
     used: pulp.LpVariable
 
@@ -63,7 +64,7 @@ def solve_ilp(
     scale = incumbent or 1.0
     variables = _add_arcs(lp, search, arcs, kept, scale)
     _add_flow(lp, variables, search)
-    floor = search.least_bottleneck(arcs.least_time())
+    floor = search.least_bottleneck(arcs.tops(arcs.least_time()))
     bottleneck = lp.add_variable("bottleneck", floor / scale)
     sync = lp.add_variable("sync", 0)
     _add_maxima(lp, variables, bottleneck, sync)
@@ -86,7 +87,8 @@ def _add_arcs(
     variables = []
     for stage, kind in enumerate(search.kind_of_stage):
         for start, end in np.argwhere(kept[stage]):
-            prices = arcs.time[kind][:, arcs.run[start, end]] + arcs.boundary_s[start, end]
+            cuts = arcs.boundary_s[start, end]
+            prices = arcs.time[kind][:, arcs.run[start, end]] + cuts
             for way in np.flatnonzero(np.isfinite(prices)):
                 name = f"x_{stage}_{start}_{end}_{way}"
                 variables.append(
@@ -96,6 +98,7 @@ def _add_arcs(
                         end=int(end),
                         way=int(way),
                         time=float(prices[way]) / scale,
+                        top=float(prices[way] - (0.0 if arcs.boundary_in_max else cuts)) / scale,
                         sync=float(arcs.sync[kind][way, arcs.run[start, end]]) / scale,
                         used=lp.add_variable(name, 0, 1, cat=pulp.LpInteger),
                     )
@@ -120,7 +123,7 @@ def _add_maxima(
     times: dict[int, _Terms] = defaultdict(lambda: {bottleneck: -1.0})
     syncs: dict[int, _Terms] = defaultdict(lambda: {sync: -1.0})
     for arc in variables:
-        times[arc.stage][arc.used] = arc.time
+        times[arc.stage][arc.used] = arc.top
         syncs[arc.stage][arc.used] = arc.sync
     for stage in sorted(times):
         _add_row(lp, f"time_{stage}", times[stage], pulp.LpConstraintLE, 0.0)
@@ -133,7 +136,7 @@ def _add_row(lp: pulp.LpProblem, name: str, terms: _Terms, sense: int, rhs: floa
 
 def _read(variables: list[_Arc], search: ChainSearch) -> Path:
     used = sorted((a for a in variables if a.used.varValue > 0.5), key=lambda a: a.stage)
-    value = sum(a.time for a in used) + search.weight * max(a.time for a in used)
+    value = sum(a.time for a in used) + search.weight * max(a.top for a in used)
     return Path(
         positions=(0, *(a.end for a in used)),
         ways=tuple(a.way for a in used),

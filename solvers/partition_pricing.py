@@ -361,7 +361,7 @@ def _compositions(problem: PartitionProblem) -> tuple[NDArray[np.intp], NDArray[
 
 def _time_weight(problem: PartitionProblem) -> float:
     """What a second of a stage's own block time costs at least, in seconds of objective."""
-    uses = problem.num_micro_batches if problem.num_stages == 1 else 1
+    uses = 1.0 + problem.bottleneck_weight if problem.num_stages == 1 else 1.0
     return uses * min(problem.time_scale)
 
 

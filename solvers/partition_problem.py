@@ -27,9 +27,14 @@ class BlockOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageUse:
-    """Time per micro-batch, time per step and peak bytes of every stage of one partition."""
+    """Time per micro-batch, time per step and peak bytes of every stage of one partition.
+
+    `top_s` is the time that counts towards the bottleneck. The bytes of stages that share a rank
+    add up to the rank's peak.
+    """
 
     time_s: tuple[float, ...]
+    top_s: tuple[float, ...]
     sync_s: tuple[float, ...]
     used_bytes: tuple[float, ...]
 
@@ -46,7 +51,14 @@ class PartitionProblem:
     such that stage_fixed_bytes[k] + sum static + in_flight[k] * sum saved + max transient <=
     capacity_bytes[k]. `boundary_s[i]` is the cost of a cut after block i. Empty `time_scale`,
     `stage_fixed_bytes` and `boundary_s` stand for ones and zeros. `fixed_cuts`, where given, are
-    the cuts. Raises ValueError naming the field that is malformed.
+    the cuts.
+
+    Other pipelines weigh the terms differently: `sum_weight` multiplies the sum of T, `max_weight`,
+    where given, replaces num_micro_batches - 1, and without `boundary_in_max` the longest T is
+    taken without the cuts. `stage_rank` says which stages share a device (none by default): the
+    capacity, the same for all of them, then holds for their bytes together, of transients the
+    largest, and Y is summed over them before the maximum. Raises ValueError naming the field that
+    is malformed.
     """
 
     blocks: tuple[int, ...]
@@ -60,6 +72,10 @@ class PartitionProblem:
     boundary_s: tuple[float, ...] = ()
     fixed_cuts: tuple[int, ...] | None = None
     min_blocks: int = 1
+    sum_weight: float = 1.0
+    max_weight: float | None = None
+    boundary_in_max: bool = True
+    stage_rank: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages, cuts = self.num_stages, max(len(self.blocks) - 1, 0)
@@ -67,6 +83,7 @@ class PartitionProblem:
             "time_scale": (1.0,) * stages,
             "stage_fixed_bytes": (0.0,) * stages,
             "boundary_s": (0.0,) * cuts,
+            "stage_rank": tuple(range(stages)),
         }
         for name, default in defaults.items():
             object.__setattr__(self, name, tuple(getattr(self, name)) or default)
@@ -76,6 +93,7 @@ class PartitionProblem:
             "time_scale": stages,
             "stage_fixed_bytes": stages,
             "boundary_s": cuts,
+            "stage_rank": stages,
         }
         for name, length in lengths.items():
             values = getattr(self, name)
@@ -86,8 +104,44 @@ class PartitionProblem:
         for name in ("num_stages", "num_micro_batches", "min_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if not (math.isfinite(self.sum_weight) and self.sum_weight > 0):
+            raise ValueError(f"sum_weight: expected more than 0, found {self.sum_weight}")
+        if not (math.isfinite(self.bottleneck_weight) and self.bottleneck_weight >= 0):
+            raise ValueError(f"max_weight: expected a number from 0, found {self.max_weight}")
         self._check_blocks()
         self._check_cuts()
+        self._check_ranks()
+
+    @property
+    def bottleneck_weight(self) -> float:
+        """What the longest stage time is multiplied by."""
+        return self.num_micro_batches - 1 if self.max_weight is None else self.max_weight
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether some rank has several stages."""
+        return len(set(self.stage_rank)) < self.num_stages
+
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every rank that has any, by rank."""
+        ranks = sorted(set(self.stage_rank))
+        return [[k for k, r in enumerate(self.stage_rank) if r == rank] for rank in ranks]
+
+    def scaled(self) -> PartitionProblem:
+        """The same problem with times that have `sum_weight` in them, of which it then is 1."""
+        if self.sum_weight == 1.0:
+            return self
+        a = self.sum_weight
+        return dataclasses.replace(
+            self,
+            classes=tuple(
+                tuple(dataclasses.replace(o, time_s=a * o.time_s) for o in options)
+                for options in self.classes
+            ),
+            boundary_s=tuple(a * cost for cost in self.boundary_s),
+            sum_weight=1.0,
+            max_weight=self.bottleneck_weight / a,
+        )
 
     def _check_blocks(self) -> None:
         if not self.blocks:
@@ -112,6 +166,11 @@ class PartitionProblem:
                 f"{self.num_stages} stages of at least {self.min_blocks}"
             )
 
+    def _check_ranks(self) -> None:
+        for stages in self.rank_stages():
+            if len({self.capacity_bytes[k] for k in stages}) > 1:
+                raise ValueError(f"capacity_bytes: stages {stages} of one rank have different ones")
+
     def stages(self, cuts: tuple[int, ...]) -> list[range]:
         """Block indices of every stage."""
         ends = (0, *cuts, len(self.blocks))
@@ -120,27 +179,41 @@ class PartitionProblem:
     def use(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> StageUse:
         """What every stage takes with these cuts and one option per block."""
         chosen = [self.classes[kind][o] for kind, o in zip(self.blocks, options, strict=True)]
-        times, syncs, used = [], [], []
+        times, tops, syncs, used, transients = [], [], [], [], []
         for k, stage in enumerate(self.stages(cuts)):
             held = [chosen[b] for b in stage]
             boundary = [self.boundary_s[c - 1] for c in cuts if c in (stage.start, stage.stop)]
-            work = math.fsum(o.time_s for o in held)
-            times.append(self.time_scale[k] * work + math.fsum(boundary))
+            work = self.time_scale[k] * math.fsum(o.time_s for o in held)
+            times.append(work + math.fsum(boundary))
+            tops.append(times[-1] if self.boundary_in_max else work)
             syncs.append(math.fsum(o.sync_s for o in held))
             static = math.fsum(o.static_bytes for o in held)
             saved = math.fsum(o.saved_bytes for o in held)
-            transient = max(o.transient_bytes for o in held)
-            fixed = self.stage_fixed_bytes[k]
-            used.append(fixed + static + self.in_flight[k] * saved + transient)
-        return StageUse(time_s=tuple(times), sync_s=tuple(syncs), used_bytes=tuple(used))
+            used.append(self.stage_fixed_bytes[k] + static + self.in_flight[k] * saved)
+            transients.append(max(o.transient_bytes for o in held))
+        for stages in self.rank_stages():
+            widest = max(stages, key=lambda k: transients[k])
+            used[widest] += transients[widest]
+        return StageUse(
+            time_s=tuple(times), top_s=tuple(tops), sync_s=tuple(syncs), used_bytes=tuple(used)
+        )
+
+    def lacking(self, use: StageUse) -> list[tuple[int, float]]:
+        """(a rank's first stage, bytes that the rank lacks) where its stages do not fit."""
+        found = []
+        for stages in self.rank_stages():
+            needed = math.fsum(use.used_bytes[k] for k in stages)
+            if not fits(needed, self.capacity_bytes[stages[0]]):
+                found.append((stages[0], needed - self.capacity_bytes[stages[0]]))
+        return found
 
     def objective(self, use: StageUse) -> float:
-        """Step time in seconds; inf where a stage does not fit."""
-        pairs = zip(use.used_bytes, self.capacity_bytes, strict=True)
-        if not all(fits(used, capacity) for used, capacity in pairs):
+        """Step time in seconds; inf where a rank's stages do not fit."""
+        if self.lacking(use):
             return math.inf
-        bottleneck = (self.num_micro_batches - 1) * max(use.time_s)
-        return math.fsum(use.time_s) + bottleneck + max(use.sync_s)
+        bottleneck = self.bottleneck_weight * max(use.top_s)
+        sync = max(math.fsum(use.sync_s[k] for k in stages) for stages in self.rank_stages())
+        return self.sum_weight * math.fsum(use.time_s) + bottleneck + sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ class PriceTable:
         length = len(problem.blocks)
         cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
         self._boundary = cut[:, None] + cut[None, :]
+        self._boundary_in_max = problem.boundary_in_max
         position = np.arange(length + 1)
         self._is_run = position[None, :] - position[:, None] >= problem.min_blocks
 
@@ -42,6 +43,7 @@ class PriceTable:
             sync=[s.copy() for s in self.sync],
             run=self.pricer.run,
             boundary_s=self._boundary,
+            boundary_in_max=self._boundary_in_max,
             allowed=allowed or [self._is_run] * len(self.time),
         )
 
@@ -91,12 +93,13 @@ class PriceTable:
         and the bottleneck and sync that it, or any solution, has at least.
         """
         least, least_sync = arcs.least_time(), arcs.least_sync()
-        floor, sync_floor = search.least_bottleneck(least), search.least_bottleneck(least_sync)
+        tops = arcs.tops(least)
+        floor, sync_floor = search.least_bottleneck(tops), search.least_bottleneck(least_sync)
         before, after = search.forward(least), search.backward(least)
         kept = []
         for stage, kind in enumerate(self.pricer.kind_of_stage):
             own, sync = least[kind], least_sync[kind]
-            longest = np.maximum(np.where(np.isfinite(own), own, 0.0), floor)
+            longest = np.maximum(np.where(np.isfinite(own), tops[kind], 0.0), floor)
             bound = before[stage][:, None] + own + after[stage + 1][None, :]
             bound = bound + search.weight * longest + np.maximum(sync, sync_floor)
             kept.append(np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -100,4 +101,26 @@ def random_partition_problem(seed: int) -> PartitionProblem:
         boundary_s=tuple(boundary),
         fixed_cuts=cuts,
         min_blocks=2 if cuts is None and rng.random() < 0.15 else 1,
+    )
+
+
+def random_shared_problem(seed: int) -> PartitionProblem:
+    """As `random_partition_problem`, with two stages a rank, placed in a loop or a V, and terms
+    weighed as by pipelines that interleave, hide messages, or split the backward."""
+    rng = np.random.default_rng(seed)
+    while True:
+        problem = random_partition_problem(int(rng.integers(1 << 30)))
+        if problem.num_stages % 2 == 0:
+            break
+    ranks = problem.num_stages // 2
+    there = tuple(range(ranks))
+    back = there if rng.random() < 0.5 else there[::-1]
+    capacities = [2 * c for c in problem.capacity_bytes[:ranks]]
+    return dataclasses.replace(
+        problem,
+        stage_rank=there + back,
+        capacity_bytes=tuple(capacities[r] for r in there + back),
+        sum_weight=float(rng.choice([0.25, 0.5, 1.0])),
+        max_weight=float(rng.choice([0.0, 1.5, 7.0])),
+        boundary_in_max=bool(rng.random() < 0.5),
     )

@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.recorder import Recorder
 
-
 DeferredGradient = Callable[[], list[tuple[GradientEdge, Tensor]]]
 """Computes gradients of weights, each with the place in autograd's graph where it belongs."""
 

@@ -7,8 +7,8 @@ from autopar.runtime import kernels
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.context import StepContext
 from autopar.runtime.counter_random import keep_mask
-from autopar.runtime.recorder import Recorder
 from autopar.runtime.program import recompute
+from autopar.runtime.recorder import Recorder
 from autopar.runtime.reference import reference_random, whole_dims
 from autopar.runtime.weight_gradients import compute_deferred
 

@@ -16,7 +16,7 @@ from solvers.partition import (
     lower_bound,
     solve_partition,
 )
-from solvers.random_problems import random_partition_problem
+from solvers.random_problems import random_partition_problem, random_shared_problem
 from solvers.solution import Status
 
 
@@ -332,3 +332,65 @@ def test_malformed_problems_are_refused(change, message):
         PartitionProblem(**(good | change))
     with pytest.raises(ValueError, match="expected one of ilp, dp"):
         solve_partition(PartitionProblem(**good), method="guess")
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_any_weights_of_the_terms_are_solved_exactly(block):
+    for seed in range(100 * block, 100 * (block + 1)):
+        rng = np.random.default_rng(seed)
+        problem = dataclasses.replace(
+            random_partition_problem(seed),
+            sum_weight=float(rng.choice([0.25, 0.5, 1.0, 2.0])),
+            max_weight=float(rng.choice([0.0, 1.5, 7.0])),
+            boundary_in_max=bool(rng.random() < 0.5),
+        )
+        assert_right(problem, solve_partition(problem, method="ilp" if block else "dp"))
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_stages_that_share_a_rank_against_brute_force(block):
+    """Bounds hold always; what is called optimal or infeasible is; most are solved."""
+    optimal = 0
+    for seed in range(100 * block, 100 * (block + 1)):
+        problem = random_shared_problem(seed)
+        solution, best = solve_partition(problem), best_partition(problem)
+        assert lower_bound(problem) <= best * (1 + 1e-9)
+        assert solution.bound <= best * (1 + 1e-9) + 1e-12
+        assert solution.objective >= best * (1 - 1e-9)
+        if solution.status is Status.INFEASIBLE:
+            assert math.isinf(best)
+        if solution.status.has_solution:
+            assert_consistent(problem, solution)
+        if solution.status is Status.OPTIMAL:
+            assert solution.objective == pytest.approx(best, rel=1e-6, abs=1e-12)
+            optimal += 1
+    assert optimal >= 45
+
+
+def test_a_rank_holds_the_stages_of_both_its_chunks():
+    """Four layers on two ranks of two stages each: a rank pays for both, its transient once."""
+    block = (
+        BlockOption(time_s=1.0, static_bytes=10.0, saved_bytes=4.0, transient_bytes=3.0),
+        BlockOption(time_s=1.5, static_bytes=10.0, saved_bytes=1.0, transient_bytes=3.0),
+    )
+    problem = PartitionProblem(
+        blocks=(0,) * 4,
+        classes=(block,),
+        num_stages=4,
+        in_flight=(3, 2, 1, 1),
+        capacity_bytes=(39.0,) * 4,
+        num_micro_batches=2,
+        stage_rank=(0, 1, 0, 1),
+    )
+    # rank 0: 2 * 10 + (3 + 1) * 4 + 3 = 39; rank 1 less
+    loose = solve_partition(problem)
+    assert loose.status is Status.OPTIMAL
+    assert loose.options == (0, 0, 0, 0)
+    assert loose.stage_bytes == (10 + 12 + 3, 10 + 8 + 3, 10 + 4, 10 + 4)
+    tight = solve_partition(dataclasses.replace(problem, capacity_bytes=(38.0,) * 4))
+    assert tight.options == (1, 0, 0, 0)
+    assert tight.bound <= tight.objective
+    none = solve_partition(dataclasses.replace(problem, capacity_bytes=(25.0,) * 4))
+    assert none.status is Status.INFEASIBLE
+    # at least 2 * 10 + (3 + 1) * 1 + 3 bytes on rank 0, 2 * 10 + (2 + 1) * 1 + 3 on rank 1
+    assert none.conflict == (("stage 0", 2.0), ("stage 1", 1.0))
