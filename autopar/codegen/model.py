@@ -21,10 +21,10 @@ from autopar.plan.flow import (
     setup_closure,
     shared_layouts,
 )
+from autopar.plan.pipeline import splits_backward
 from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
 from autopar.plan.split import Product, split_products
 from autopar.rules import GraphFacts, axis_strategies
-from autopar.schedules.registry import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class ModelView(GraphFacts):
     @cached_property
     def split_products(self) -> Mapping[str, Product]:
         """The ops whose weight gradients are computed apart; none unless the schedule asks it."""
-        if not SCHEDULES[self.plan.schedule].splits_backward:
+        if not splits_backward(self.plan):
             return {}
         found: dict[str, Product] = {}
         for block_class in self.chain.classes:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from autopar.errors import PlanMismatch
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout, Partial, Shard
+from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import ParameterPlan, Plan, StagePlan
 from autopar.plan.text import amount, plural, spans
 from autopar.plan.zero import zero_problems
@@ -65,6 +66,7 @@ def _degrees(plan: Plan) -> Problems:
     training = plan.training
     sizes = {
         "pipeline": plan.pipeline,
+        "chunks": plan.chunks,
         "training.global_batch": training.global_batch,
         "training.micro_batch": training.micro_batch,
         "training.micro_batches": training.micro_batches,
@@ -76,10 +78,7 @@ def _degrees(plan: Plan) -> Problems:
     for name, count in Counter(axis.name for axis in plan.axes).items():
         if count > 1 or name in GROUPS:
             yield f"axis {name}: expected one mesh axis of a name, none of {', '.join(GROUPS)}"
-    if plan.pipeline != len(plan.stages):
-        yield f"pipeline: expected {len(plan.stages)}, the number of stages, found {plan.pipeline}"
-    if plan.schedule not in SCHEDULES:
-        yield f"schedule: expected one of {', '.join(SCHEDULES)}, found {plan.schedule!r}"
+    yield from _pipeline(plan)
     covered = training.micro_batch * training.micro_batches * plan.axis("data")
     if covered < training.global_batch:
         yield (
@@ -87,6 +86,25 @@ def _degrees(plan: Plan) -> Problems:
             f"{plan.axis('data')} data-parallel ranks hold {covered} samples of the global batch "
             f"of {training.global_batch}"
         )
+
+
+def _pipeline(plan: Plan) -> Problems:
+    """The stages are as many as the schedule takes, and its limits are kept."""
+    count, chunks = len(plan.stages), plan.chunks
+    if chunks == 1 and plan.pipeline != count:
+        yield f"pipeline: expected {count}, the number of stages, found {plan.pipeline}"
+    elif plan.pipeline * chunks != count:
+        yield (
+            f"pipeline x chunks: expected {count}, the number of stages, found {plan.pipeline} x "
+            f"{chunks}"
+        )
+    row = SCHEDULES.get(plan.schedule)
+    if row is None:
+        yield f"schedule: expected one of {', '.join(SCHEDULES)}, found {plan.schedule!r}"
+    elif min(plan.pipeline, chunks, plan.training.micro_batches) > 0:
+        reason = row.why_not(plan.pipeline, chunks, plan.training.micro_batches)
+        if reason is not None:
+            yield f"schedule: {plan.schedule} over {reason}"
 
 
 def _stages(plan: Plan) -> Problems:
@@ -113,18 +131,34 @@ def _stages(plan: Plan) -> Problems:
 def _ranks(plan: Plan) -> Problems:
     mesh = prod(axis.size for axis in plan.axes)
     shape = " x ".join(f"{axis.name} {axis.size}" for axis in plan.axes) or "no axes"
-    owner: dict[int, int] = {}
-    for stage in plan.stages:
+    owner: dict[int, StagePlan] = {}
+    first: dict[int, StagePlan] = {}
+    for stage, place in zip(plan.stages, _placement(plan), strict=True):
         if len(stage.ranks) != mesh:
             yield f"stage {stage.index}: expected {mesh} ranks ({shape}), found {len(stage.ranks)}"
+        together = first.setdefault(place, stage)
+        if stage.ranks != together.ranks:
+            yield (
+                f"stage {stage.index}: expected the ranks of stage {together.index}, "
+                f"{spans(together.ranks)}, where schedule {plan.schedule} puts it, found "
+                f"{spans(stage.ranks)}"
+            )
+            continue
         for rank in stage.ranks:
-            if rank in owner:
-                yield f"rank {rank}: on stage {owner[rank]} and on stage {stage.index}"
-            owner[rank] = stage.index
+            if owner.setdefault(rank, together) is not together:
+                yield f"rank {rank}: on stage {owner[rank].index} and on stage {stage.index}"
     outside = sorted(rank for rank in owner if not 0 <= rank < plan.cluster.num_devices)
     if outside:
         devices = plural(plan.cluster.num_devices, "device")
         yield f"rank {spans(outside)}: outside the cluster of {devices}"
+
+
+def _placement(plan: Plan) -> tuple[int, ...]:
+    """The pipeline rank of every stage; one each where the schedule does not say."""
+    row, count = SCHEDULES.get(plan.schedule), len(plan.stages)
+    if row is None or plan.pipeline < 1 or plan.pipeline * plan.chunks != count:
+        return tuple(range(count))
+    return row.placement(plan.pipeline, plan.chunks)
 
 
 def _parameters(plan: Plan) -> Problems:
@@ -229,7 +263,7 @@ def _differing(a: Counter[_Key], b: Counter[_Key]) -> dict[_Key, tuple[int, int]
 
 
 def _memory(plan: Plan) -> Problems:
-    peaks = {stage.index: _peak_bytes(stage) for stage in plan.stages}
+    peaks: dict[int, float] = {}
     for stage in plan.stages:
         for name, figure in (*stage.memory_bytes, *stage.time_s):
             if figure < 0:
@@ -237,22 +271,23 @@ def _memory(plan: Plan) -> Problems:
         if stage.memory_limit_bytes < 1:
             found = stage.memory_limit_bytes
             yield f"stage {stage.index}: memory_limit_bytes: expected at least 1, found {found}"
-        peak = peaks[stage.index]
-        if peak > stage.memory_limit_bytes * (1 + _TOLERANCE):
-            terms = sorted(stage.memory_bytes, key=lambda term: -term[1])
-            listed = ", ".join(f"{name} {amount(figure)}" for name, figure in terms[:4])
-            limit = amount(stage.memory_limit_bytes)
-            yield f"stage {stage.index}: needs {amount(peak)} of {limit}: {listed}"
+    for stages in rank_groups(plan.stages):
+        peak, limit = ranks_peak_bytes(stages), min(stage.memory_limit_bytes for stage in stages)
+        peaks |= {stage.index: peak for stage in stages}
+        if peak > limit * (1 + _TOLERANCE):
+            terms = Counter[str]()
+            for stage in stages:
+                terms.update({name: int(figure) for name, figure in stage.memory_bytes})
+            listed = ", ".join(f"{name} {amount(figure)}" for name, figure in terms.most_common(4))
+            where = f"{'stage' if len(stages) == 1 else 'stages'} {spans(s.index for s in stages)}"
+            needs = "needs" if len(stages) == 1 else "need"
+            yield f"{where}: {needs} {amount(peak)} of {amount(limit)}: {listed}"
     stated = plan.prediction.peak_bytes
     if plan.prediction.peak_stage not in peaks:
         yield f"prediction.peak_stage: there is no stage {plan.prediction.peak_stage}"
     elif not isclose(stated, max(peaks.values()), rel_tol=_TOLERANCE):
         fullest = amount(max(peaks.values()))
         yield f"prediction.peak_bytes: states {amount(stated)}, the stages add up to {fullest}"
-
-
-def _peak_bytes(stage: StagePlan) -> float:
-    return sum(figure for _, figure in stage.memory_bytes)
 
 
 CHECKS: tuple[Callable[[Plan], Problems], ...] = (

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from autopar.errors import InputError
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout
+from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import (
     BlockPlan,
     NodeChoice,
@@ -20,7 +21,6 @@ from autopar.plan.plan import (
 from autopar.plan.table import (
     certificate_text,
     grid_text,
-    peak_bytes,
     pins_text,
     runners_up_text,
 )
@@ -67,8 +67,10 @@ def _step_lines(plan: Plan) -> Iterator[str]:
         idle = 1 - _work_s(fastest) / _work_s(slowest)
         yield f"fastest stage: {fastest.index}, waits {percent(idle)} of that time"
     bubble = percent(prediction.bubble_fraction)
+    stages = plural(plan.pipeline * plan.chunks, "stage")
+    on = f" on {plural(plan.pipeline, 'rank')}" if plan.chunks > 1 else ""
     yield (
-        f"bubble: {bubble} with {plural(plan.pipeline, 'stage')} and "
+        f"bubble: {bubble} with {stages}{on} and "
         f"{plural(plan.training.micro_batches, 'micro-batch')}"
     )
 
@@ -84,16 +86,29 @@ def _work_s(stage: StagePlan) -> float:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    fullest = max(plan.stages, key=lambda stage: peak_bytes(stage) / stage.memory_limit_bytes)
-    peak, limit = peak_bytes(fullest), fullest.memory_limit_bytes
+    groups = rank_groups(plan.stages)
+    fullest = max(groups, key=lambda stages: ranks_peak_bytes(stages) / _limit(stages))
+    peak, limit = ranks_peak_bytes(fullest), _limit(fullest)
+    where = f"stage {fullest[0].index}"
+    if len(fullest) > 1:
+        where = f"ranks {spans(fullest[0].ranks)}, stages {spans(s.index for s in fullest)}"
     yield (
-        f"fullest: stage {fullest.index}, {amount(peak)} of {amount(limit)}, "
+        f"fullest: {where}, {amount(peak)} of {amount(limit)}, "
         f"{amount(limit - peak)} ({percent(1 - peak / limit)}) free"
     )
-    for name, figure in _largest_first(fullest.memory_bytes):
+    terms: dict[str, float] = {}
+    for name, figure in (term for stage in fullest for term in stage.memory_bytes):
+        terms[name] = terms.get(name, 0.0) + figure
+    for name, figure in _largest_first(tuple(terms.items())):
         share = percent(figure / peak) if peak else ""
         yield f"{name.replace('_', ' ')}: {amount(figure)}, {share} of it"
-    yield f"activations of {plural(fullest.in_flight, 'micro-batch')} in flight"
+    for stage in fullest:
+        of = f" of stage {stage.index}" if len(fullest) > 1 else ""
+        yield f"activations of {plural(stage.in_flight, 'micro-batch')} in flight{of}"
+
+
+def _limit(stages: list[StagePlan]) -> int:
+    return min(stage.memory_limit_bytes for stage in stages)
 
 
 def _explain_name(plan: Plan, name: str) -> str:

@@ -13,8 +13,9 @@ from autopar.errors import PlanMismatch
 from autopar.ir.cluster import Cluster, DeviceSpec
 from autopar.ir.graph import Arg, OpGraph, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.size import Size
+from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import ModelFingerprint, ParameterPlan, Plan, TensorEntry
-from autopar.plan.text import amount
+from autopar.plan.text import amount, spans
 
 _REMEDY = "make the plan again for this model"
 _STATE = (SourceKind.PARAMETER, SourceKind.BUFFER, SourceKind.CONSTANT)
@@ -95,10 +96,11 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
             f"number of devices: plan has {plan.cluster.num_devices} ({plan.cluster.spec}), "
             f"cluster has {cluster.num_devices} ({cluster.spec}); make the plan again for it"
         )
-    for stage in plan.stages:
-        needed_bytes = sum(figure for _, figure in stage.memory_bytes)
-        for rank in stage.ranks:
-            where = f"rank {rank} (stage {stage.index})"
+    for stages in rank_groups(plan.stages):
+        needed_bytes = ranks_peak_bytes(stages)
+        held = f"stage {spans(stage.index for stage in stages)}"
+        for rank in stages[0].ranks:
+            where = f"rank {rank} ({held})"
             _check_device(where, plan.cluster.device(rank), cluster.device(rank), needed_bytes)
 
 

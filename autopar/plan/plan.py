@@ -119,7 +119,11 @@ class StagePlan:
     """One pipeline stage: its ranks, blocks, parameters and what they are predicted to cost.
 
     `time_s` has `forward`, `backward` (recompute included), `send_forward`, `send_backward` per
-    micro-batch, `gradient_sync` and `optimizer` per step. `memory_bytes` sums to the peak per rank.
+    micro-batch, `gradient_sync` and `optimizer` per step; where the schedule splits the backward,
+    `backward_weight` is the part of `backward` that computes weight gradients. `memory_bytes` sums
+    to the peak per rank, over all stages of the rank where it has several: what it has once (a
+    reserve, message buffers, the largest transient) stands on one of them. `in_flight` is the
+    stage's own peak of micro-batches.
     """
 
     index: int
@@ -144,6 +148,7 @@ class Candidate:
     schedule: str
     step_s: float | None
     verdict: str
+    chunks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,13 +195,18 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Every decision for training one model on one cluster."""
+    """Every decision for training one model on one cluster.
+
+    `pipeline` counts the ranks of the pipeline, `chunks` the stages of each: `stages` has
+    `pipeline * chunks` entries, on ranks as the schedule places them.
+    """
 
     version: int = PLAN_VERSION
     model: ModelFingerprint
     cluster: Cluster
     training: Training
     pipeline: int
+    chunks: int = 1
     axes: tuple[MeshAxis, ...]
     schedule: str
     variants: tuple[Variant, ...]
@@ -214,4 +224,4 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
-        return sum(len(stage.ranks) for stage in self.stages)
+        return len({rank for stage in self.stages for rank in stage.ranks})

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from autopar.ir.collective import Collective
+from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import Candidate, Certificate, Plan, StagePlan, Terms
 from autopar.plan.techniques import techniques, variant_parameters
 from autopar.plan.text import (
@@ -60,6 +61,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.training.precision,
         "optimizer": plan.training.optimizer,
         "pipeline": plan.pipeline,
+        "chunks": plan.chunks,
         "axes": {axis.name: axis.size for axis in plan.axes},
         "micro_batch": plan.training.micro_batch,
         "micro_batches": plan.training.micro_batches,
@@ -81,7 +83,9 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 def grid_text(plan: Plan) -> str:
     """`pipeline 2 x data 2 x tensor 2, 8 micro-batches of 2, schedule 1f1b`."""
-    degrees = [("pipeline", plan.pipeline), *((axis.name, axis.size) for axis in plan.axes)]
+    chunks = [("chunks", plan.chunks)] if plan.chunks > 1 else []
+    axes = ((axis.name, axis.size) for axis in plan.axes)
+    degrees = [("pipeline", plan.pipeline), *chunks, *axes]
     shape = " x ".join(f"{name} {size}" for name, size in degrees)
     training = plan.training
     batches = plural(training.micro_batches, "micro-batch")
@@ -155,7 +159,8 @@ def _price(cost_s: float) -> str:
 def _candidate(candidate: Candidate) -> tuple[str, ...]:
     step = "" if candidate.step_s is None else duration(candidate.step_s)
     degrees = (candidate.pipeline, candidate.data, candidate.tensor, candidate.micro_batch)
-    return (*map(str, degrees), candidate.schedule, step, candidate.verdict)
+    chunks = f" x {candidate.chunks}" if candidate.chunks > 1 else ""
+    return (*map(str, degrees), candidate.schedule + chunks, step, candidate.verdict)
 
 
 def _header(plan: Plan) -> str:
@@ -242,17 +247,24 @@ def _memory(plan: Plan) -> str:
     terms = [(*stage.memory_bytes, ("total", peak_bytes(stage))) for stage in plan.stages]
     scale, unit = size_unit(peak_bytes(stage) for stage in plan.stages)
     names = _term_names(terms)
+    used = {
+        stages[0].index: ranks_peak_bytes(stages) / stages[0].memory_limit_bytes
+        for stages in rank_groups(plan.stages)
+    }
     rows = [
         (
             str(stage.index),
             *figures,
             amount(stage.memory_limit_bytes),
-            percent(peak_bytes(stage) / stage.memory_limit_bytes),
+            percent(used[stage.index]) if stage.index in used else "",
         )
         for stage, figures in zip(plan.stages, _figures(terms, names, scale), strict=True)
     ]
     header = ("stage", *_labels(names), "limit", "used")
-    return section(f"Memory per rank ({unit})", columns(header, rows))
+    title = f"Memory per rank ({unit})"
+    if plan.chunks > 1:
+        title = f"Memory by stage ({unit}); used: of the rank, with its other stages"
+    return section(title, columns(header, rows))
 
 
 def _term_names(terms: Sequence[Terms]) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.plan.check import shared_parameters
+from autopar.plan.pipeline import pipeline_text
 from autopar.plan.plan import NodeChoice, ParameterPlan, Plan
 from autopar.plan.text import plural
 
@@ -86,7 +87,7 @@ def _place(fqn: str, variants: dict[str, str]) -> tuple[str, str]:
 def _techniques(plan: Plan) -> Iterator[str]:
     training = plan.training
     if plan.pipeline > 1:
-        yield f"pipeline parallelism over {plan.pipeline} stages ({plan.schedule})"
+        yield f"pipeline parallelism over {pipeline_text(plan)}"
     elif training.micro_batches > 1:
         yield f"gradient accumulation over {training.micro_batches} micro-batches"
     for index, axis in enumerate(plan.axes):

@@ -144,7 +144,7 @@ def test_terms_that_are_zero_and_axes_of_one_are_left_out(sample_plan):
 
 def test_techniques_of_the_sample(sample_plan):
     assert techniques(sample_plan) == (
-        "pipeline parallelism over 2 stages (1f1b)",
+        "pipeline parallelism over 2 stages (1F1B)",
         "data parallelism over data 2: parameters replicated, gradients summed",
         "tensor parallelism over tensor 2: column-parallel linear x7, row-parallel linear x6, "
         "vocabulary-parallel embedding x1",
