@@ -15,6 +15,7 @@ from autopar.costs.clusters import parse_cluster
 from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.ir.collective import Collective
+from autopar.ir.mesh import batch_count
 from autopar.jobs import Job, optimizer_class, train_job, verify_job
 from autopar.plan.plan import Plan
 from autopar.plan.table import grid_text
@@ -152,8 +153,8 @@ def planned_collectives(planned: Planned, rank: int) -> tuple[Collective, ...]:
     """What the plan says that a rank communicates in one step."""
     plan = planned.plan
     stage = next(stage for stage in plan.stages if rank in stage.ranks)
-    place = divmod(stage.ranks.index(rank), plan.axis("tensor"))
-    counts = micro_batch_counts(plan, data_rank=place[0])
+    place = plan.place(stage, rank)
+    counts = micro_batch_counts(plan, at=place[: batch_count(plan.axis_names)])
     return totals(stage_collectives(planned.view, stage, counts, place))
 
 

@@ -94,12 +94,14 @@ def _where(size: Size, dim: int, layout: Layout, mesh: Mesh) -> str:
     if size.is_batch:
         factor = "" if size.per_sample == 1 else f"{size.per_sample} * "
         return f"{factor}ctx.sample_offset"
-    for axis, placement in zip(mesh.axes, layout, strict=True):
-        if isinstance(placement, Shard) and placement.dim == dim:
+    starts, extent = [], str(size.const)
+    for axis, parts, placement in zip(mesh.axes, mesh.sizes, layout, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim and parts > 1:
             if placement.pieces:
                 return f"{axis}.ranges({size.const}, {placement.pieces})"
-            return f"{axis}.start({size.const})"
-    return "0"
+            starts.append(f"{axis}.start({extent})")
+            extent = f"{axis}.share({extent})"
+    return " + ".join(starts) or "0"
 
 
 def _weights_spec(local: LocalNode) -> tuple[TensorSpec, Layout]:

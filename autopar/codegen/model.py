@@ -43,7 +43,7 @@ class ModelView(GraphFacts):
     @cached_property
     def shared(self) -> Mapping[Ref, Layout]:
         """Layouts of values between blocks."""
-        return shared_layouts(self.graph, self.batch, len(self.mesh.axes))
+        return shared_layouts(self.graph, self.batch, self.sequence, self.plan.axes)
 
     @cached_property
     def random_numbers(self) -> Mapping[str, int]:
@@ -71,22 +71,25 @@ class ModelView(GraphFacts):
         return setup_closure(self.nodes, self.chain.setup, wanted, stop=stop)
 
     def setup_choices(self, names: Sequence[str]) -> dict[str, NodeChoice]:
-        """Choices of set-up nodes: split by sample on the data axis, whole on all others."""
-        whole = (R,) * (len(self.mesh.axes) - 1)
+        """Choices of set-up nodes: split by sample where the axis splits samples, else whole."""
+
+        def spread(placement: Placement) -> Layout:
+            return tuple(placement if axis.splits_samples else R for axis in self.plan.axes)
+
         choices = {}
         for name in names:
             strategy = self.batch.strategies[name]
             choices[name] = NodeChoice(
                 node=name,
-                inputs=tuple((p, *whole) for p in strategy.inputs),
-                outputs=tuple((p, *whole) for p in strategy.outputs),
+                inputs=tuple(map(spread, strategy.inputs)),
+                outputs=tuple(map(spread, strategy.outputs)),
             )
         return choices
 
     def strategies(self, node: OpNode, choice: NodeChoice) -> tuple[AxisStrategy, ...]:
         """The strategy on each axis, found again in the rules from the placements chosen."""
-        found = [self.batch.strategies[node.name]]
-        for axis in range(1, len(self.mesh.axes)):
+        found = []
+        for axis in range(len(self.mesh.axes)):
             inputs = tuple(layout[axis] for layout in choice.inputs)
             outputs = tuple(layout[axis] for layout in choice.outputs)
             found.append(self._strategy(node, axis, inputs, outputs))
@@ -116,7 +119,9 @@ class ModelView(GraphFacts):
         inputs: tuple[Placement, ...],
         outputs: tuple[Placement, ...],
     ) -> AxisStrategy:
-        size = self.mesh.sizes[axis]
+        size, settled = self.mesh.sizes[axis], self.batch.strategies[node.name]
+        if self.plan.axes[axis].splits_samples and settled.inputs == inputs:
+            return settled
         if all(p == R for p in (*inputs, *outputs)):
             return AxisStrategy(inputs=inputs, outputs=outputs)
         offered = axis_strategies(

@@ -29,12 +29,13 @@ def dim_text(
     if not split:
         return str(size.const)
     degree = prod(parts for _, parts, _ in split)
-    name, _, placement = split[0]
-    pieces = placement.pieces or (size.const,)
+    pieces = split[0][2].pieces or (size.const,)
     if all(piece % degree == 0 for piece in pieces):
         return str(size.const // degree)
-    own = f", {placement.pieces}" if placement.pieces else ""
-    return f"{name}.share({size.const}{own})"
+    text = str(size.const)
+    for name, _, placement in split:
+        text = f"{name}.share({text}{f', {placement.pieces}' if placement.pieces else ''})"
+    return text
 
 
 def shape_text(

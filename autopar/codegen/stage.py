@@ -10,7 +10,7 @@ from autopar.codegen.block import HEADER, BlockSource, BodyPrinter, axis_lines, 
 from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
 from autopar.ir.graph import Ref, SourceKind
-from autopar.ir.placement import Layout
+from autopar.ir.placement import Layout, Shard
 from autopar.plan.flow import BlockFlow, block_flow
 from autopar.plan.plan import BlockPlan, StagePlan, Variant
 
@@ -90,10 +90,22 @@ def boundary_text(view: ModelView, refs: Sequence[Ref]) -> str:
         sizes = ", ".join(f"Size({s.const}, {s.per_sample})" for s in spec.shape)
         shape = f"({sizes},)" if len(spec.shape) == 1 else f"({sizes})"
         grad = ref in view.differentiable
+        cut = _boundary_layout(view, ref)
         items.append(
-            f'BoundarySpec(name="{ref}", shape={shape}, dtype="{spec.dtype}", requires_grad={grad})'
+            f'BoundarySpec(name="{ref}", shape={shape}, dtype="{spec.dtype}", '
+            f"requires_grad={grad}{cut})"
         )
     return "(" + "".join(f"\n    {item}," for item in items) + ("\n)" if items else ")")
+
+
+def _boundary_layout(view: ModelView, ref: Ref) -> str:
+    """The axes other than those of the samples that split a value, as an argument."""
+    split = [
+        f'("{axis.name}", {placement!r})'
+        for axis, placement in zip(view.plan.axes, view.shared[ref], strict=True)
+        if isinstance(placement, Shard) and not axis.splits_samples and axis.size > 1
+    ]
+    return f", layout=({', '.join(split)},)" if split else ""
 
 
 class StagePrinter:
@@ -146,7 +158,7 @@ class StagePrinter:
             [
                 title,
                 HEADER.rstrip()
-                + "\nfrom autopar.runtime.program import BoundarySpec, Size, pick, recompute\n",
+                + f"\nfrom autopar.runtime.program import {self._program_names()}\n",
                 imports,
                 f"RECEIVES = {boundary_text(self.view, self.received())}",
                 f"SENDS = {boundary_text(self.view, self.sent())}",
@@ -158,6 +170,12 @@ class StagePrinter:
                 "",
             ]
         )
+
+    def _program_names(self) -> str:
+        """What the source takes from the runtime."""
+        ends = (*self.received(), *self.sent())
+        cut = any(_boundary_layout(self.view, ref) for ref in ends)
+        return f"BoundarySpec, {'Shard, ' if cut else ''}Size, pick, recompute"
 
     def _inputs(self) -> tuple[str, ...]:
         """Keys of the batch entries that the stage reads."""

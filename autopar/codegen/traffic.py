@@ -14,7 +14,8 @@ from math import prod
 from autopar.codegen.model import ModelView
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape
+from autopar.ir.mesh import batch_count, batch_size
+from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape, nested_chunk
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
@@ -25,12 +26,15 @@ LOSS_BYTES = 8
 
 
 def micro_batch_counts(
-    plan: Plan, samples: int | None = None, data_rank: int = 0
+    plan: Plan, samples: int | None = None, at: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Samples of each micro-batch on a data rank, by the convention of `torch.chunk`."""
+    """Samples of each micro-batch on a rank, by the convention of `torch.chunk`; `at` is its place
+    on the axes that split samples, by default the first."""
     total = plan.training.global_batch if samples is None else samples
-    data, count = plan.axis("data"), plan.training.micro_batches
-    return tuple(chunk_sizes(part, data)[data_rank] for part in chunk_sizes(total, count))
+    parts = chunk_sizes(total, plan.training.micro_batches)
+    sizes = [axis.size for axis in plan.axes if axis.splits_samples]
+    place = at or (0,) * len(sizes)
+    return tuple(nested_chunk(part, sizes, place)[1] for part in parts)
 
 
 def stage_collectives(
@@ -44,8 +48,9 @@ def stage_collectives(
     `at` is its place on the mesh axes, by default the first; `counts` are its samples of each
     micro-batch, by default those of the plan's global batch.
     """
-    # Samples are counted per rank: any place on the data axis holds an even share of `counts`.
-    place = (0, *(at or (0,) * len(view.mesh.sizes))[1:])
+    # Samples are counted per rank: on the axes that split them any place holds an even share.
+    split = batch_count(view.mesh.axes)
+    place = (*(0,) * split, *(at or (0,) * len(view.mesh.sizes))[split:])
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
     found.update(_setup(view, stage))
@@ -96,7 +101,7 @@ def _block(
     at: tuple[int, ...],
 ) -> Iterator[Collective]:
     sizes = view.mesh.sizes
-    whole_batch = samples * sizes[0]
+    whole_batch = samples * batch_size(view.mesh.axes, sizes)
     for move in flow.moves():
         spec, axis = view.specs[move.value], move.axis
         if sizes[axis] == 1:
@@ -141,7 +146,7 @@ def _sends(
     """Messages to the neighbours: values to the next stage, gradients to the one before."""
     first, last = stage.blocks[0].index, stage.blocks[-1].index
     boundaries = view.chain.boundaries
-    whole_batch = samples * view.mesh.sizes[0]
+    whole_batch = samples * batch_size(view.mesh.axes, view.mesh.sizes)
 
     def message(ref: Ref, phase: str) -> Collective:
         shape = _local(view, view.specs[ref], view.shared[ref], whole_batch, at)
@@ -158,12 +163,13 @@ def _sends(
 
 def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
     """Sums over all samples that are taken before the first micro-batch."""
-    if view.mesh.sizes[0] == 1:
+    axes = tuple(a.name for a in view.plan.axes if a.splits_samples and a.size > 1)
+    if not axes:
         return
     for name in view.stage_sums(stage):
         spec = view.specs[Ref(name)]
         nbytes = spec.nbytes(1)
-        yield _collective(CollectiveOp.ALL_REDUCE, nbytes, (view.mesh.axes[0],), "setup", name)
+        yield _collective(CollectiveOp.ALL_REDUCE, nbytes, axes, "setup", name)
 
 
 def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Collective]:

@@ -19,6 +19,7 @@ as a packed query-key-value projection needs: a rank holds its share of each pie
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Union
@@ -90,6 +91,18 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 def chunk_offsets(size: int, parts: int) -> tuple[int, ...]:
     """Start of each chunk of `chunk_sizes`."""
     return (0, *accumulate(chunk_sizes(size, parts)))[:parts]
+
+
+def nested_chunk(size: int, parts: Sequence[int], at: Sequence[int]) -> tuple[int, int]:
+    """Start and size of a rank's chunk of a dim that several axes cut one after the other.
+
+    `parts` are the axes' sizes, outermost first; `at` the rank's place on each.
+    """
+    start = 0
+    for count, rank in zip(parts, at, strict=True):
+        start += chunk_offsets(size, count)[rank]
+        size = chunk_sizes(size, count)[rank]
+    return start, size
 
 
 def local_size(size: int, placement: Shard, parts: int, rank: int) -> int:

@@ -79,7 +79,7 @@ def _degrees(plan: Plan) -> Problems:
         if count > 1 or name in GROUPS:
             yield f"axis {name}: expected one mesh axis of a name, none of {', '.join(GROUPS)}"
     yield from _pipeline(plan)
-    covered = training.micro_batch * training.micro_batches * plan.axis("data")
+    covered = training.micro_batch * training.micro_batches * plan.batch_ranks
     if covered < training.global_batch:
         yield (
             f"training: {training.micro_batches} micro-batches of {training.micro_batch} over "

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import prod
 
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp, Transition, transition
 from autopar.ir.graph import DTYPE_BYTES, OpGraph, OpNode, Ref, SourceKind, TensorSpec
-from autopar.ir.placement import Layout, R, Shard, local_shape
+from autopar.ir.mesh import MeshAxis
+from autopar.ir.placement import Layout, Placement, R, Shard, local_shape
 from autopar.ir.size import shape_at
 from autopar.ir.strategy import BatchAxis
 from autopar.plan.plan import NodeChoice
 
-DATA, TENSOR = "data", "tensor"
-
 STRATEGY_BATCH = 2
-"""Samples for which the strategies of the axes other than data are listed.
+"""Samples for which the strategies of the axes that do not split samples are listed.
 
-They do not depend on it, as only the data axis splits samples; 1 would let a dim of batch times
+They do not depend on it; 1 would let a dim of batch times
 heads pass for one of heads.
 """
 
@@ -42,18 +42,37 @@ class Move:
 def moves_between(
     value: Ref, src: Layout, dst: Layout, *, differentiable: bool
 ) -> tuple[Move, ...]:
-    """The moves from one layout to another, axis by axis from the outermost.
+    """The moves from one layout to another, axis by axis, from the outermost where that can be.
 
-    Raises KeyError where an axis has no such move.
+    Where two axes split one dim the inner one cuts what the outer one left, so it is joined first
+    and cut last. Raises KeyError where an axis has no such move, or no order of moves exists.
     """
-    moves, now = [], src
-    for axis, (have, want) in enumerate(zip(src, dst, strict=True)):
-        step = transition(have, want, differentiable=differentiable)
-        if step is not None:
-            after = (*now[:axis], want, *now[axis + 1 :])
-            moves.append(Move(value=value, axis=axis, before=now, after=after, transition=step))
-            now = after
-    return tuple(moves)
+    changed = [
+        axis
+        for axis, (have, want) in enumerate(zip(src, dst, strict=True))
+        if transition(have, want, differentiable=differentiable) is not None
+    ]
+    for order in permutations(changed):
+        moves, now = [], src
+        for axis in order:
+            if _is_cut_inside(now, axis) or _is_cut_inside(now, axis, dst[axis]):
+                break
+            step = transition(now[axis], dst[axis], differentiable=differentiable)
+            if step is not None:
+                after = (*now[:axis], dst[axis], *now[axis + 1 :])
+                moves.append(Move(value=value, axis=axis, before=now, after=after, transition=step))
+                now = after
+        else:
+            return tuple(moves)
+    raise KeyError(f"no order of moves from {src} to {dst}")
+
+
+def _is_cut_inside(layout: Layout, axis: int, placement: Placement | None = None) -> bool:
+    """Whether an axis further in splits the dim that `placement`, or the axis itself, splits."""
+    own = layout[axis] if placement is None else placement
+    return isinstance(own, Shard) and any(
+        isinstance(p, Shard) and p.dim == own.dim for p in layout[axis + 1 :]
+    )
 
 
 def move_bytes(
@@ -129,22 +148,31 @@ def block_flow(
     return BlockFlow(before=before, at_end=at_end, produced=produced)
 
 
-def shared_layouts(graph: OpGraph, batch: BatchAxis, num_axes: int) -> dict[Ref, Layout]:
-    """Layouts of the values that pass between blocks and stages: split by sample, else whole.
+def shared_layouts(
+    graph: OpGraph, batch: BatchAxis, sequence: Mapping[Ref, int], axes: Sequence[MeshAxis]
+) -> dict[Ref, Layout]:
+    """Layouts of the values that pass between blocks and stages.
 
-    The first mesh axis is the data axis; a value summed at set-up is whole on it as well.
+    Axes that split samples split every value that grows with the batch; values summed at set-up are
+    whole on them as well. Axes that split the sequence split the values in `sequence` that carry a
+    gradient along the dim given there. On all other axes values are whole.
     """
-    rest: Layout = (R,) * (num_axes - 1)
     layouts: dict[Ref, Layout] = {}
     for source in graph.sources:
         grown = [dim for dim, size in enumerate(source.spec.shape) if size.is_batch]
         split = source.kind is SourceKind.INPUT and grown and not batch.coupled
-        layouts[Ref(source.name)] = (Shard(grown[0]) if split else R, *rest)
-    summed = set(batch.setup_sums)
+        samples: Placement = Shard(grown[0]) if split else R
+        layouts[Ref(source.name)] = tuple(samples if axis.splits_samples else R for axis in axes)
+    summed, differentiable = set(batch.setup_sums), graph.differentiable()
     for node in graph.nodes:
         for index, placement in enumerate(batch.strategies[node.name].outputs):
-            on_data = R if node.name in summed else placement
-            layouts[Ref(node.name, index)] = (on_data, *rest)
+            ref = Ref(node.name, index)
+            samples = R if node.name in summed else placement
+            cut = ref in sequence and ref in differentiable
+            along: Placement = Shard(sequence[ref]) if cut else R
+            layouts[ref] = tuple(
+                samples if axis.splits_samples else along if axis.sequence else R for axis in axes
+            )
     return layouts
 
 

@@ -7,9 +7,11 @@ model's graph (source, process groups, local shapes) is derived again when it is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from autopar.ir.cluster import Cluster
 from autopar.ir.collective import Collective
+from autopar.ir.mesh import BATCH_AXES, MeshAxis
 from autopar.ir.placement import Layout
 from autopar.ir.size import Shape
 
@@ -48,14 +50,6 @@ class Training:
     optimizer: str
     micro_batch: int = 1
     micro_batches: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshAxis:
-    """A named axis of every stage's mesh and its size, outermost first."""
-
-    name: str
-    size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +136,7 @@ class Candidate:
     """A grid the search looked at: its degrees, and its step time or why it is out."""
 
     pipeline: int
-    data: int
-    tensor: int
+    axes: tuple[MeshAxis, ...]
     micro_batch: int
     schedule: str
     step_s: float | None
@@ -220,6 +213,24 @@ class Plan:
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 where the mesh has no such axis."""
         return next((axis.size for axis in self.axes if axis.name == name), 1)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the mesh axes, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    def place(self, stage: StagePlan, rank: int) -> tuple[int, ...]:
+        """Where a rank of a stage stands on every mesh axis."""
+        position, place = stage.ranks.index(rank), []
+        for axis in reversed(self.axes):
+            position, at = divmod(position, axis.size)
+            place.append(at)
+        return tuple(reversed(place))
+
+    @property
+    def batch_ranks(self) -> int:
+        """Data-parallel degree: the ranks of a stage that the samples are split over."""
+        return prod(axis.size for axis in self.axes if axis.name in BATCH_AXES)
 
     @property
     def num_devices(self) -> int:

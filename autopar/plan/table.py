@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from autopar.ir.collective import Collective
+from autopar.ir.mesh import TENSOR, MeshAxis
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import Candidate, Certificate, Plan, StagePlan, Terms
 from autopar.plan.techniques import techniques, variant_parameters
@@ -138,7 +139,7 @@ def certificate_text(certificate: Certificate) -> str:
 
 def runners_up_text(plan: Plan) -> str:
     """The grids that came next, each with what the search says of it."""
-    header = ("pipeline", "data", "tensor", "micro-batch", "schedule", "objective", "")
+    header = ("pipeline", "mesh", "micro-batch", "schedule", "objective", "")
     rows = [_candidate(candidate) for candidate in plan.certificate.runners_up]
     return columns(header, rows, left=0) if rows else ""
 
@@ -158,9 +159,15 @@ def _price(cost_s: float) -> str:
 
 def _candidate(candidate: Candidate) -> tuple[str, ...]:
     step = "" if candidate.step_s is None else duration(candidate.step_s)
-    degrees = (candidate.pipeline, candidate.data, candidate.tensor, candidate.micro_batch)
+    mesh = " x ".join(map(_axis_text, candidate.axes))
     chunks = f" x {candidate.chunks}" if candidate.chunks > 1 else ""
-    return (*map(str, degrees), candidate.schedule + chunks, step, candidate.verdict)
+    degrees = (str(candidate.pipeline), mesh, str(candidate.micro_batch))
+    return (*degrees, candidate.schedule + chunks, step, candidate.verdict)
+
+
+def _axis_text(axis: MeshAxis) -> str:
+    along = " (sequence)" if axis.sequence and axis.name == TENSOR else ""
+    return f"{axis.name} {axis.size}{along}"
 
 
 def _header(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from autopar.ir.graph import OpGraph, OpNode, Ref, Source, TensorSpec
 from autopar.ir.strategy import BatchAxis
 from autopar.rules.batch import batch_axis
 from autopar.rules.pieces import piece_hints
+from autopar.rules.sequence import sequence_dims
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class GraphFacts:
     def batch(self) -> BatchAxis:
         """The settled strategies of the data axis."""
         return batch_axis(self.graph)
+
+    @cached_property
+    def sequence(self) -> Mapping[Ref, int]:
+        """The sequence dim of the values that have one."""
+        return sequence_dims(self.graph)
 
     @cached_property
     def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.ir.graph import OpGraph, SourceKind
-from autopar.ir.placement import chunk_offsets, chunk_sizes
+from autopar.ir.placement import chunk_offsets, chunk_sizes, nested_chunk
 from autopar.ir.size import Shape
 
 
@@ -135,18 +135,18 @@ def _check_entry(spec: InputSpec, value: object, samples: dict[str, int]) -> Non
 
 
 def micro_batch_spans(
-    samples: int, micro_batches: int, data_size: int, data_rank: int
+    samples: int, micro_batches: int, sizes: Sequence[int], at: Sequence[int]
 ) -> tuple[Span, ...]:
-    """This data rank's samples of each micro-batch.
+    """This rank's samples of each micro-batch.
 
-    Samples are cut into micro-batches, then each over the data axis, both as `torch.chunk` does:
-    8 in 3 are 3, 3, 2. The last ones may be empty.
+    Samples are cut into micro-batches, then each over the axes that split samples (their `sizes`,
+    and the rank's place `at` on each), all as `torch.chunk` does: 8 in 3 are 3, 3, 2. The last ones
+    may be empty.
     """
     spans, offsets = [], chunk_offsets(samples, micro_batches)
     for start, count in zip(offsets, chunk_sizes(samples, micro_batches), strict=True):
-        first = start + chunk_offsets(count, data_size)[data_rank]
-        own = chunk_sizes(count, data_size)[data_rank]
-        spans.append(Span(start=first, count=own, of=count))
+        first, own = nested_chunk(count, sizes, at)
+        spans.append(Span(start=start + first, count=own, of=count))
     return tuple(spans)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import Layout, Partial
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import World
 from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
-from autopar.runtime.executor import DATA_AXIS, Executor, StepData, forward_only, share_loss
+from autopar.runtime.executor import Executor, StepData, forward_only, share_loss
 from autopar.runtime.outputs import collect_outputs
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.program import OutputSpec, StageProgram
@@ -46,7 +47,7 @@ class Engine:
         self.step = 0
         self._inputs, self._constants, self._outputs = tuple(inputs), constants, tuple(outputs)
         names = world.meshes[-1].names
-        self._partial_axes: tuple[str, ...] = (DATA_AXIS,)
+        self._partial_axes: tuple[str, ...] = BATCH_AXES
         if loss_layout is not None:
             axes = zip(names, loss_layout, strict=True)
             self._partial_axes = tuple(name for name, p in axes if isinstance(p, Partial))
@@ -85,11 +86,10 @@ class Engine:
 
     def _data(self, batch: Any, *, training: bool) -> StepData:
         tensors, samples = check_batch(batch, self._inputs, self._constants)
-        axis = None
-        for stage in self.world.stages:
-            axis = self.world.meshes[stage].axes.get(DATA_AXIS)
-        size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
-        spans = micro_batch_spans(samples, self._micro_batches, size, rank)
+        axes = self.world.meshes[self.world.stages[0]].axes if self.world.stages else {}
+        split = [axes[name] for name in BATCH_AXES if name in axes]
+        sizes, at = [axis.size for axis in split], [axis.rank for axis in split]
+        spans = micro_batch_spans(samples, self._micro_batches, sizes, at)
         return StepData(
             inputs=tuple(
                 slice_batch(tensors, self._inputs, span, self.world.device) for span in spans

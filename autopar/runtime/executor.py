@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PlanMismatch, RuntimeFailure
+from autopar.ir.mesh import BATCH_AXES
 from autopar.runtime import primitives
 from autopar.runtime.axes import BACKWARD, FORWARD, World
 from autopar.runtime.channels import Channels
@@ -25,7 +26,6 @@ from autopar.runtime.weight_gradients import compute_deferred
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.lower import insert_communication
 
-DATA_AXIS = "data"
 _K = ActionKind
 
 
@@ -166,7 +166,7 @@ class _Run:
         )
 
     def _prepare(self) -> None:
-        """Sum the setup values over the micro-batches, then over the data axis."""
+        """Sum the setup values over the micro-batches, then over the axes that split samples."""
         self.world.recorder.phase = "setup"
         for index, stage in self.executor.stages.items():
             sums: dict[str, Tensor] = {}
@@ -181,9 +181,11 @@ class _Run:
                             parts = stage.setup(self.executor.weights[index], ctx, inputs)
                         for name, part in parts.items():
                             sums[name] = sums[name] + part if name in sums else part
-            data_axis = self.world.meshes[index].axes.get(DATA_AXIS)
-            if data_axis is not None:
-                sums = {name: primitives.all_reduce(x, data_axis) for name, x in sums.items()}
+            mesh = self.world.meshes[index]
+            split = tuple(name for name in BATCH_AXES if name in mesh.axes)
+            if split:
+                axis = mesh.along(split)
+                sums = {name: primitives.all_reduce(x, axis) for name, x in sums.items()}
             self.setup[index] = sums
 
     def _inputs(self, stage: StageProgram, micro_batch: int) -> Named:
@@ -337,7 +339,7 @@ _PHASES = {kind: "forward" if kind in _FORWARD_KINDS else "backward" for kind in
 
 
 def share_loss(
-    result: StepResult, world: World, partial_axes: Sequence[str] = (DATA_AXIS,)
+    result: StepResult, world: World, partial_axes: Sequence[str] = BATCH_AXES
 ) -> Tensor:
     """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks.
 

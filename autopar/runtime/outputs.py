@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir.placement import Partial, Shard, chunk_sizes
+from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.placement import Partial, Shard, chunk_sizes, nested_chunk
 from autopar.ir.size import Size, shape_at
 from autopar.runtime import primitives, shards
 from autopar.runtime.axes import Mesh, World
 from autopar.runtime.data import Span
-from autopar.runtime.executor import DATA_AXIS, StepResult
+from autopar.runtime.executor import StepResult
 from autopar.runtime.program import OutputSpec
 
 
@@ -65,8 +66,9 @@ def _gather(part: Tensor, spec: OutputSpec, world: World, span: Span) -> Tensor:
             part = primitives.all_reduce(part, axis)
         elif isinstance(placement, Shard):
             dim, pieces = placement.dim, placement.pieces
-            if axis.name == DATA_AXIS and batch_dim is not None and dim == batch_dim[0]:
-                extents = [batch_dim[1].at(n) for n in chunk_sizes(span.of, axis.size)]
+            if axis.name in BATCH_AXES and batch_dim is not None and dim == batch_dim[0]:
+                held = _samples_before(mesh, i, span.of)
+                extents = [batch_dim[1].at(n) for n in chunk_sizes(held, axis.size)]
                 stacked = primitives.all_gather(part, axis, dim, extents)
                 cut = [s.narrow(dim, 0, n) for s, n in zip(stacked, extents, strict=True)]
                 part = torch.cat(cut, dim)
@@ -78,12 +80,18 @@ def _gather(part: Tensor, spec: OutputSpec, world: World, span: Span) -> Tensor:
     return part
 
 
+def _samples_before(mesh: Mesh, index: int, samples: int) -> int:
+    """Samples of a micro-batch that the ranks along axis `index` hold together."""
+    outer = [mesh.axes[name] for name in mesh.names[:index] if name in BATCH_AXES]
+    return nested_chunk(samples, [a.size for a in outer], [a.rank for a in outer])[1]
+
+
 def _join(parts: Sequence[Tensor], spec: OutputSpec, mesh: Mesh) -> Tensor:
     """One output over all micro-batches."""
     batch_dim = _batch_dim(spec)
     if batch_dim is not None:
         return torch.cat(list(parts), batch_dim[0])
-    data = mesh.names.index(DATA_AXIS) if DATA_AXIS in mesh.names else None
-    if data is not None and isinstance(spec.layout[data], Partial):
+    split = [spec.layout[i] for i, name in enumerate(mesh.names) if name in BATCH_AXES]
+    if any(isinstance(placement, Partial) for placement in split):
         return torch.stack(list(parts)).sum(0)
     return parts[0]

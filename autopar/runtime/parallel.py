@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import InputError
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR
 from autopar.plan.plan import Plan
 from autopar.runtime.axes import World, create_world
@@ -131,7 +132,8 @@ class ParallelModel:
 def _world(plan: Plan, device: torch.device | str) -> World:
     """Process groups for every axis, tie, and set of axes that some gradient is summed over."""
     names = [axis.name for axis in plan.axes]
-    joins, owners = set(), dict[str, list[int]]()
+    joins = {tuple(name for name in names if name in BATCH_AXES)}
+    owners: dict[str, list[int]] = {}
     for stage in plan.stages:
         for parameter in stage.parameters:
             summed = tuple(n for n, p in zip(names, parameter.layout, strict=True) if p == R_STAR)

@@ -11,7 +11,6 @@ from autopar.ir.placement import Layout, R, Shard, chunk_sizes
 from autopar.plan.flow import setup_sources
 from autopar.plan.plan import (
     BlockPlan,
-    MeshAxis,
     ParameterPlan,
     StagePlan,
     Terms,
@@ -19,7 +18,7 @@ from autopar.plan.plan import (
 )
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Grid, Pricer
-from autopar.search.setting import AXES, Setting
+from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 
 
@@ -173,17 +172,17 @@ def _parameters(
         names += unread_state(setting)
     for source in (setting.sources[name] for name in names):
         if source.kind is not SourceKind.INPUT:
-            found.setdefault(source.fqn, _whole(source))
+            found.setdefault(source.fqn, _whole(source, len(grid.mesh)))
     return tuple(found.values())
 
 
-def _whole(source: Source) -> ParameterPlan:
+def _whole(source: Source, num_axes: int) -> ParameterPlan:
     """A tensor that every rank of the stage holds whole; no gradient reaches it."""
     return ParameterPlan(
         fqn=source.fqn,
         shape=tuple(size.const for size in source.spec.shape),
         dtype=source.spec.dtype,
-        layout=(R,) * len(AXES),
+        layout=(R,) * num_axes,
         trainable=source.trainable,
         buffer=source.kind is not SourceKind.PARAMETER,
         persistent=source.persistent,
@@ -203,10 +202,3 @@ def _uneven(shape: tuple[int, ...], layout: Layout, grid: Grid) -> tuple[int, ..
         if isinstance(placement, Shard) and not placement.pieces and shape[placement.dim] % size:
             return chunk_sizes(shape[placement.dim], size)
     return ()
-
-
-def mesh_axes(grid: Grid) -> tuple[MeshAxis, ...]:
-    """The named axes of every stage's mesh."""
-    return tuple(
-        MeshAxis(name=name, size=size) for name, size in zip(AXES, grid.sizes, strict=True)
-    )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import product
 
 from autopar.ir.graph import OpNode, Ref, Source, TensorSpec
+from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import R_STAR, Layout, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 
-Strategies = Callable[[OpNode, int], tuple[AxisStrategy, ...]]
-"""(node, mesh axis index) to the strategies offered on that axis."""
+Strategies = Callable[[OpNode, MeshAxis], tuple[AxisStrategy, ...]]
+"""(node, mesh axis) to the strategies offered on that axis."""
 
 
 HEAVY_OPS = frozenset(
@@ -64,20 +65,37 @@ class BlockSpace:
     differentiable: frozenset[Ref]
 
 
-def is_consistent(layout: Layout) -> bool:
-    """Whether no dim is split on two axes, which the runtime has no moves for."""
-    dims = [placement.dim for placement in layout if isinstance(placement, Shard)]
-    return len(dims) == len(set(dims))
+def is_consistent(layout: Layout, samples: int = 0, sequence: int | None = None) -> bool:
+    """Whether no dim is split on two axes, but for samples and sequence.
+
+    The first `samples` axes all split the samples; `sequence` is the value's sequence dim.
+    """
+    whole = [p.dim for p in layout[:samples] if isinstance(p, Shard)]
+    rest = [p for p in layout[samples:] if isinstance(p, Shard)]
+    along = [p for p in rest if p.dim == sequence]
+    if len(along) > 1 and any(p.pieces for p in along):
+        return False
+    dims = [p.dim for p in rest if p.dim != sequence]
+    return len(dims) == len(set(dims)) and not set(whole) & {p.dim for p in rest}
 
 
-def node_options(node: OpNode, axes: Sequence[str], strategies: Strategies) -> tuple[Option, ...]:
-    """Every combination of one strategy per axis that splits no dim twice."""
-    per_axis = [strategies(node, index) for index in range(len(axes))]
+def node_options(
+    node: OpNode,
+    mesh: Sequence[MeshAxis],
+    strategies: Strategies,
+    sequence: Mapping[Ref, int] | None = None,
+) -> tuple[Option, ...]:
+    """Every combination of one strategy per axis that is consistent."""
+    per_axis = [strategies(node, axis) for axis in mesh]
+    samples = sum(axis.splits_samples for axis in mesh)
+    refs = [*node.inputs(), *(Ref(node.name, index) for index in range(len(node.outputs)))]
+    dims = [(sequence or {}).get(ref) for ref in refs]
     options = []
     for combination in product(*per_axis):
         inputs = tuple(zip(*(s.inputs for s in combination), strict=True))
         outputs = tuple(zip(*(s.outputs for s in combination), strict=True))
-        if all(is_consistent(layout) for layout in (*inputs, *outputs)):
+        layouts = zip((*inputs, *outputs), dims, strict=True)
+        if all(is_consistent(layout, samples, dim) for layout, dim in layouts):
             options.append(Option(inputs=inputs, outputs=outputs, strategies=combination))
     return tuple(options)
 
@@ -120,8 +138,9 @@ def _summed_late_first(layout: Layout) -> tuple[str, ...]:
 
 def block_space(
     nodes: Sequence[OpNode],
-    axes: Sequence[str],
+    mesh: Sequence[MeshAxis],
     strategies: Strategies,
+    sequence: Mapping[Ref, int] | None = None,
     *,
     parameters: Sequence[Source],
     given: Mapping[Ref, Layout],
@@ -139,7 +158,7 @@ def block_space(
     options = tuple(
         tuple(
             option
-            for option in node_options(node, axes, strategies)
+            for option in node_options(node, mesh, strategies, sequence)
             if loss is None
             or loss.name != node.name
             or all(p in (R, P) for p in option.outputs[loss.index])
@@ -159,7 +178,7 @@ def block_space(
         nodes=tuple(nodes),
         options=options,
         parameters=tuple(
-            (source, parameter_layouts(source, asked(source), pinned or {}, len(axes)))
+            (source, parameter_layouts(source, asked(source), pinned or {}, len(mesh)))
             for source in parameters
         ),
         given=given,

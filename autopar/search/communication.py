@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.costs.collectives import CollectiveModel
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import OpGraph, OpNode, Ref, SourceKind
+from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow, block_flow
@@ -44,20 +45,22 @@ def solve_communication(
     parameters = [s for s in graph.sources if s.kind is SourceKind.PARAMETER]
     whole = (R,) * len(sizes)
 
-    def strategies(node: OpNode, axis: int) -> tuple[AxisStrategy, ...]:
-        size = sizes[axis]
+    mesh = tuple(MeshAxis(name=name, size=n) for name, n in zip(names, sizes, strict=True))
+
+    def strategies(node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        size = axis.size
         if size == 1:
             return axis_strategies(node, specs, size=2, batch=batch)[:1]
         found = axis_strategies(node, specs, size=size, batch=batch, hints=hints)
         heavy = node.op in HEAVY_OPS
         found = tuple(s for s in found if not heavy or is_split(s))
-        if axis in data_axes:
+        if mesh.index(axis) in data_axes:
             found = tuple(s for s in found if _splits_batch(node, s, specs)) or found[:1]
         return found
 
     space = block_space(
         graph.nodes,
-        names,
+        mesh,
         strategies,
         parameters=parameters,
         given={Ref(s.name): whole for s in graph.sources if s not in parameters},

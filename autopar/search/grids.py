@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import ceil, prod
 
 from autopar.errors import InputError
-from autopar.search.pins import Pins
+from autopar.ir.mesh import CONTEXT, MeshAxis, stage_mesh
+from autopar.search.pins import MESH_DEGREES, Pins
 from autopar.search.pricer import Grid
 from autopar.search.setting import Setting
 
@@ -26,17 +27,23 @@ def widest_tensor(setting: Setting) -> int:
 def space_text(setting: Setting) -> str:
     """The declared space in words."""
     return (
-        f"pipeline x data x tensor over all {setting.cluster.num_devices} devices, tensor up to "
-        f"{widest_tensor(setting)}; micro-batches of 1, 2, 4, ... samples a data rank, "
-        "up to all of them; stages of any consecutive blocks; per op any placement its rules "
-        "allow on the tensor axis; per block no recompute or all; schedule 1f1b (others where "
-        "pinned)"
+        f"pipeline x data x context x tensor over all {setting.cluster.num_devices} devices, "
+        f"tensor up to {widest_tensor(setting)}, context x tensor up to "
+        f"{setting.cluster.links[0].span} with one sample a micro-batch; micro-batches of 1, 2, 4, "
+        "... samples a data rank, up to all of them; stages of any consecutive blocks; "
+        "per op any placement its rules allow; per block no recompute or all; schedule 1f1b "
+        "(others where pinned)"
     )
 
 
-def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
-    """(samples per data rank, number of micro-batches) to try."""
+def micro_batch_sizes(setting: Setting, mesh: tuple[MeshAxis, ...]) -> Iterator[tuple[int, int]]:
+    """(samples per data rank, number of micro-batches) to try.
+
+    Where a sample is split over a context axis that was not asked for, one at a time is enough.
+    """
     pins, batch = setting.pins, setting.global_batch
+    data = prod(axis.size for axis in mesh if axis.splits_samples)
+    alone = pins.context is None and any(axis.name == CONTEXT for axis in mesh)
     if setting.batch.coupled:
         if data == 1 and pins.micro_batches in (None, 1) and pins.micro_batch in (None, batch):
             yield batch, 1
@@ -47,11 +54,60 @@ def micro_batch_sizes(setting: Setting, data: int) -> Iterator[tuple[int, int]]:
         if pins.micro_batch in (None, size):
             yield size, pins.micro_batches
         return
-    most = ceil(batch / data)
+    most = 1 if alone else ceil(batch / data)
     powers = {2**k for k in range(most.bit_length())}
     sizes = {pins.micro_batch} if pins.micro_batch else powers | {most}
     for size in sorted(size for size in sizes if size <= most):
         yield size, ceil(batch / (size * data))
+
+
+def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
+    """The meshes of a stage of that many devices."""
+    pins = setting.pins
+    for tensor in divisors(devices):
+        if not _is_offered(tensor, pins.tensor, widest_tensor(setting)):
+            continue
+        for context in divisors(devices // tensor):
+            ranks = devices // tensor // context
+            if not _may_split_sequence(setting, context, tensor):
+                continue
+            if pins.data not in (None, ranks) or ranks > setting.global_batch:
+                continue
+            for shard in divisors(ranks):
+                if shard != (pins.shard or 1):
+                    continue
+                for sequence in _sequence_choices(setting, tensor, context):
+                    yield stage_mesh(
+                        data=ranks // shard,
+                        shard=shard,
+                        context=context,
+                        tensor=tensor,
+                        sequence=sequence,
+                    )
+
+
+def _is_offered(degree: int, pinned: int | None, widest: int) -> bool:
+    return degree <= widest if pinned is None else degree == pinned
+
+
+def _may_split_sequence(setting: Setting, context: int, tensor: int) -> bool:
+    """Whether a context degree is searched: the pinned one, or any inside the fastest links."""
+    span = setting.cluster.links[0].span
+    if context == 1:
+        return setting.pins.context in (None, 1)
+    if setting.sequence_length < 2 * context:
+        return False
+    if setting.pins.context is not None:
+        return context == setting.pins.context
+    return context * tensor <= span
+
+
+def _sequence_choices(setting: Setting, tensor: int, context: int) -> tuple[bool, ...]:
+    """Whether values between blocks are split along the sequence on the tensor axis."""
+    if tensor == 1 or setting.sequence_length < 2 * tensor * context:
+        return (False,)
+    pinned = setting.pins.sequence
+    return (False, True) if pinned is None else (pinned == "on",)
 
 
 def grids(setting: Setting) -> tuple[Grid, ...]:
@@ -62,24 +118,16 @@ def grids(setting: Setting) -> tuple[Grid, ...]:
     for pipeline in divisors(devices):
         if pins.pipeline not in (None, pipeline) or pipeline > blocks:
             continue
-        for tensor in divisors(devices // pipeline):
-            if pins.tensor not in (None, tensor):
-                continue
-            if pins.tensor is None and tensor > widest_tensor(setting):
-                continue
-            data = devices // pipeline // tensor
-            if pins.data not in (None, data) or data > setting.global_batch:
-                continue
+        for mesh in meshes(setting, devices // pipeline):
             found += [
                 Grid(
                     pipeline=pipeline,
-                    data=data,
-                    tensor=tensor,
+                    mesh=mesh,
                     micro_batch=size,
                     micro_batches=count,
                     schedule=pins.schedule or "1f1b",
                 )
-                for size, count in micro_batch_sizes(setting, data)
+                for size, count in micro_batch_sizes(setting, mesh)
             ]
     if not found:
         raise InputError(_no_grid(setting))
@@ -98,6 +146,15 @@ def _no_grid(setting: Setting) -> str:
         )
     if pins.data is not None and pins.data > setting.global_batch:
         reasons.append(f"data={pins.data} exceeds the global batch {setting.global_batch}")
+    if pins.context is not None and setting.sequence_length < 2 * pins.context:
+        reasons.append(
+            f"context={pins.context} needs a sequence of at least {2 * pins.context}; "
+            + (
+                f"the model's is {setting.sequence_length}"
+                if setting.sequence_length
+                else "the model has no dim that runs over a sequence"
+            )
+        )
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         reasons.append(f"the batch cannot be split: {node}: {why}")
@@ -111,7 +168,7 @@ def _no_grid(setting: Setting) -> str:
 
 def _indivisible(pins: Pins, devices: int) -> list[str]:
     """How the pinned degrees fail to divide the devices."""
-    degrees = {n: getattr(pins, n) for n in ("pipeline", "data", "tensor") if getattr(pins, n)}
+    degrees = {n: getattr(pins, n) for n in MESH_DEGREES if getattr(pins, n)}
     single = [
         f"{name}={degree} does not divide {devices} devices"
         for name, degree in degrees.items()
@@ -120,7 +177,7 @@ def _indivisible(pins: Pins, devices: int) -> list[str]:
     if single:
         return [*single, f"degrees that do: {', '.join(map(str, divisors(devices)))}"]
     whole = prod(degrees.values())
-    if devices % whole or (len(degrees) == 3 and whole != devices):
+    if devices % whole or ({"pipeline", "data", "tensor"} <= set(degrees) and whole != devices):
         text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
         return [f"{text} = {whole} devices, the cluster has {devices}"]
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, inf
 
+from autopar.ir.mesh import TENSOR, MeshAxis
 from autopar.plan.text import amount
 from autopar.search.assemble import stage_terms
 from autopar.search.block import HEAVY_OPS
@@ -43,8 +44,9 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
     which = f"The closest of {count} grids" if count > 1 else "The only grid"
     return "\n".join(
         [
-            f"{head}. {which} is pipeline {grid.pipeline} x data {grid.data} x tensor "
-            f"{grid.tensor}, micro-batch {grid.micro_batch}:",
+            f"{head}. {which} is pipeline {grid.pipeline} x "
+            f"{' x '.join(f'{axis.name} {axis.size}' for axis in grid.mesh)}, "
+            f"micro-batch {grid.micro_batch}:",
             *_closest_lines(pricer, closest),
         ]
     )
@@ -122,7 +124,7 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             weighted = node.op in HEAVY_OPS and any(r.name in weights for r in node.inputs())
             if not weighted and node.op != _ATTENTION:
                 continue
-            offered = pricer.strategies(node, 1, degree)
+            offered = pricer.strategies(node, MeshAxis(name=TENSOR, size=degree))
             if any(pricer.splits_work(node, strategy) for strategy in offered):
                 continue
             shapes = ", ".join(str(setting.specs[ref]) for ref in node.inputs()[:3])

@@ -22,7 +22,7 @@ from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
-from autopar.search.assemble import mesh_axes, stage_plans
+from autopar.search.assemble import stage_plans
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import Found, Planner, Progress
@@ -73,7 +73,7 @@ def _plan(planner: Planner, found: Found) -> Plan:
             micro_batches=grid.micro_batches,
         ),
         pipeline=grid.pipeline,
-        axes=mesh_axes(grid),
+        axes=grid.mesh,
         schedule=grid.schedule,
         variants=variants,
         stages=stages,
@@ -154,8 +154,7 @@ def _candidate(staged: Staged, best_s: float) -> Candidate:
     grid, step_s = staged.grid, staged.solution.objective
     return Candidate(
         pipeline=grid.pipeline,
-        data=grid.data,
-        tensor=grid.tensor,
+        axes=grid.mesh,
         micro_batch=grid.micro_batch,
         schedule=grid.schedule,
         step_s=step_s,

@@ -10,9 +10,12 @@ from autopar.errors import InputError
 from autopar.ir.graph import Source, SourceKind
 from autopar.ir.placement import Placement, R, Shard, parse_placement
 
-DEGREES = ("pipeline", "data", "tensor", "micro_batches", "micro_batch")
+MESH_DEGREES = ("pipeline", "data", "context", "tensor")
+DEGREES = (*MESH_DEGREES, "shard", "micro_batches", "micro_batch")
 RECOMPUTE = ("none", "all")
-KEYS = (*DEGREES, "schedule", "recompute", "zero", "weight:NAME", "boundary")
+SEQUENCE = ("on", "off")
+CHOICES = ("schedule", "sequence", "recompute")
+KEYS = (*DEGREES, "schedule", "sequence", "recompute", "zero", "weight:NAME", "boundary")
 _SHOWN = 8
 
 
@@ -20,13 +23,19 @@ _SHOWN = 8
 class Pins:
     """What is fixed; None or empty where the search is free.
 
+    `data` is the data-parallel degree in all, `shard` the part of it on the inner axis. `sequence`
+    tells whether the tensor axis splits the sequence between blocks.
+
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
     module paths that must start a stage.
     """
 
     pipeline: int | None = None
     data: int | None = None
+    shard: int | None = None
+    context: int | None = None
     tensor: int | None = None
+    sequence: str | None = None
     micro_batches: int | None = None
     micro_batch: int | None = None
     schedule: str | None = None
@@ -36,7 +45,7 @@ class Pins:
 
     def items(self) -> tuple[tuple[str, str], ...]:
         """The pins as (key, value) texts, in a fixed order."""
-        simple = [(key, getattr(self, key)) for key in (*DEGREES, "schedule", "recompute")]
+        simple = [(key, getattr(self, key)) for key in (*DEGREES, *CHOICES)]
         found = [(key, str(value)) for key, value in simple if value is not None]
         found += [(f"weight:{name}", str(placement)) for name, placement in self.weights]
         return (*found, *(("boundary", path) for path in self.boundaries))
@@ -66,6 +75,7 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
         **dict.fromkeys(DEGREES, _degree),
         "schedule": _one_of(tuple(schedules)),
         "recompute": _one_of(RECOMPUTE),
+        "sequence": _one_of(SEQUENCE),
     }
     for key, value in pairs:
         if key.startswith("weight:"):

@@ -52,7 +52,7 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
-    _bounds: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _bounds: dict[object, float] = field(default_factory=dict)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
     _state_bytes: float | None = None
 
@@ -136,7 +136,13 @@ class Planner:
             self.progress("bounding grids", position / len(candidates))
             bounded.append((self._lower_bound(grid), grid))
         return sorted(
-            bounded, key=lambda item: (item[0], item[1].pipeline, item[1].tensor, item[1].data)
+            bounded,
+            key=lambda item: (
+                item[0],
+                item[1].pipeline,
+                item[1].tensor,
+                item[1].sizes,
+            ),
         )
 
     def _lower_bound(self, grid: Grid) -> float:
@@ -183,11 +189,11 @@ class Planner:
 
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
-        key = (class_index, grid.tensor, grid.micro_batch)
+        key = (class_index, grid.block_mesh, grid.micro_batch)
         if key not in self._bounds:
             block = self.setting.chain.representative(class_index)
             solved = solve_sharding(
-                self.pricer.space(block, grid.sizes),
+                self.pricer.space(block, grid.block_mesh),
                 self.pricer.prices(grid, with_sync=False),
                 backend=self.setting.backend,
             )
@@ -243,12 +249,12 @@ class Planner:
 
     def _offered(self, grid: Grid, class_index: int, ref: Ref) -> set[Layout]:
         block = self.setting.chain.representative(class_index)
-        parameters = self.pricer.space(block, grid.sizes).parameters
+        parameters = self.pricer.space(block, grid.block_mesh).parameters
         return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
 
     def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:
         block = self.setting.chain.representative(class_index)
-        space = self.pricer.space(block, grid.sizes)
+        space = self.pricer.space(block, grid.block_mesh)
         solved = solve_sharding(space, self.pricer.prices(grid), backend=self.setting.backend)
         name = self.setting.sources[ref.name].fqn
         return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]

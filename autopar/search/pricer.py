@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.costs.collectives import ClusterCollectives
@@ -15,44 +15,75 @@ from autopar.costs.saved import SavedSet, saved_refs
 from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
-from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
+from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source, SourceKind
+from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis, batch_size
 from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
-from autopar.plan.flow import DATA, STRATEGY_BATCH, TENSOR, BlockFlow, block_edges, block_flow
+from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.rules import axis_strategies
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.prices import CollectiveTime, Prices
-from autopar.search.setting import AXES, Setting
+from autopar.search.setting import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """One point of the outer search: degrees, micro-batch per data rank, schedule."""
+    """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule."""
 
     pipeline: int
-    data: int
-    tensor: int
+    mesh: tuple[MeshAxis, ...]
     micro_batch: int
     micro_batches: int
     schedule: str
 
+    def degree(self, name: str) -> int:
+        """Size of a mesh axis; 1 where the mesh has no such axis."""
+        return next((axis.size for axis in self.mesh if axis.name == name), 1)
+
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Sizes of the mesh axes of a stage."""
-        return (self.data, self.tensor)
+    def tensor(self) -> int:
+        """Tensor-parallel degree."""
+        return self.degree(TENSOR)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+        return tuple(axis.name for axis in self.mesh)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return tuple(axis.size for axis in self.mesh)
+
+    @property
+    def block_mesh(self) -> tuple[MeshAxis, ...]:
+        """The mesh without the sizes of the axes that split samples, which no op's options depend
+        on."""
+        return tuple(replace(a, size=2) if a.splits_samples else a for a in self.mesh)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Data-parallel degree: the ranks that the samples are split over."""
+        return batch_size(self.names, self.sizes)
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return prod(self.sizes)
 
     def axes(self) -> tuple[Axis, ...]:
         """Mesh axes of a stage on the devices: tensor innermost, pipeline outermost."""
-        return (
-            Axis(name=DATA, size=self.data, stride=self.tensor),
-            Axis(name=TENSOR, size=self.tensor, stride=1),
+        strides = [prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        return tuple(
+            Axis(name=axis.name, size=axis.size, stride=stride)
+            for axis, stride in zip(self.mesh, strides, strict=True)
         )
 
     def pipeline_axis(self) -> Axis:
         """The axis along the stages."""
-        return Axis(name="pipeline", size=self.pipeline, stride=self.data * self.tensor)
+        return Axis(name="pipeline", size=self.pipeline, stride=self.stage_devices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +113,14 @@ class Pricer:
 
     setting: Setting
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
-    _strategies: dict[tuple[str, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    _strategies: dict[tuple[str, str, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
     _times: dict[LocalOp, tuple[float, float, bool]] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
     _prices: dict[object, Prices] = field(default_factory=dict)
-    _links: dict[tuple[int, int], CollectiveTime] = field(default_factory=dict)
+    _links: dict[tuple[tuple[str, ...], tuple[int, ...]], CollectiveTime] = field(
+        default_factory=dict
+    )
     _moves: dict[object, dict[object, float]] = field(default_factory=dict)
 
     @property
@@ -96,18 +129,39 @@ class Pricer:
         devices = [group.device for group in self.setting.cluster.groups]
         return min(devices, key=lambda d: d.flops(self.setting.training.precision.param_dtype))
 
-    def strategies(self, node: OpNode, axis: int, size: int) -> tuple[AxisStrategy, ...]:
-        """The strategies of a node on a mesh axis of `size` ranks."""
-        if axis == 0:
+    def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        """The strategies of a node on a mesh axis."""
+        if axis.splits_samples:
             return (self.setting.batch.strategies[node.name],)
-        key = (node.name, size)
+        key = (node.name, axis.name, axis.size)
         if key not in self._strategies:
-            specs = self.setting.specs
-            found = axis_strategies(
-                node, specs, size=size, batch=STRATEGY_BATCH, hints=self.setting.hints
-            )
-            self._strategies[key] = found[:1] if size == 1 else self._honour_pin(node, size, found)
+            self._strategies[key] = self._offered(node, axis)
         return self._strategies[key]
+
+    def _offered(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        found = axis_strategies(
+            node,
+            self.setting.specs,
+            size=axis.size,
+            batch=STRATEGY_BATCH,
+            hints=self.setting.hints,
+        )
+        if axis.size == 1:
+            return found[:1]
+        if axis.name == CONTEXT:
+            return tuple(s for s in found if self._keeps_weights_whole(node, s))
+        return self._honour_pin(node, axis.size, found)
+
+    def _keeps_weights_whole(self, node: OpNode, strategy: AxisStrategy) -> bool:
+        """Whether no parameter is split, other than along the sequence."""
+        sources, sequence = self.setting.sources, self.setting.sequence
+        return all(
+            not isinstance(placement, Shard)
+            or ref.name not in sources
+            or sources[ref.name].kind is not SourceKind.PARAMETER
+            or sequence.get(ref) == placement.dim
+            for ref, placement in zip(node.inputs(), strategy.inputs, strict=True)
+        )
 
     def _honour_pin(
         self, node: OpNode, size: int, found: tuple[AxisStrategy, ...]
@@ -126,24 +180,28 @@ class Pricer:
         )
 
     def space(
-        self, block: Block, sizes: Sequence[int], fixed: Mapping[str, Layout] | None = None
+        self,
+        block: Block,
+        mesh: tuple[MeshAxis, ...],
+        fixed: Mapping[str, Layout] | None = None,
     ) -> BlockSpace:
-        """The decisions of a block on a mesh; `fixed` are layouts of parameters shared with other
-        blocks."""
-        tensor = sizes[1]
-        key = (block.index, tensor, tuple(sorted((fixed or {}).items())))
+        """The decisions of a block on a mesh (`Grid.block_mesh`); `fixed` are layouts of parameters
+        shared with other blocks."""
+        key = (block.index, mesh, tuple(sorted((fixed or {}).items())))
         if key not in self._spaces:
             setting = self.setting
-            given, required = block_edges(setting.chain, block, setting.shared)
+            given, required = block_edges(setting.chain, block, setting.shared(mesh))
+            at = [axis.name for axis in mesh].index(TENSOR)
             pinned: dict[str, dict[int, Placement]] = {
-                name: {1: placement} for name, placement in setting.pins.weights
+                name: {at: placement} for name, placement in setting.pins.weights
             }
             for name, layout in (fixed or {}).items():
                 pinned[name] = dict(enumerate(layout))
             self._spaces[key] = block_space(
                 setting.block_nodes(block),
-                AXES,
-                lambda node, axis: self.strategies(node, axis, sizes[axis]),
+                mesh,
+                self.strategies,
+                setting.sequence,
                 parameters=[setting.sources[ref.name] for ref in block.parameters],
                 given=given,
                 required=required,
@@ -157,22 +215,23 @@ class Pricer:
     def prices(self, grid: Grid, *, with_sync: bool = True) -> Prices:
         """Prices on the mesh of a grid. Without sync gradients cost nothing to sum."""
         shares = grid.micro_batches if with_sync else 0
-        key = (grid.sizes, grid.micro_batch, shares)
+        mesh = (grid.names, grid.sizes)
+        key = (mesh, grid.micro_batch, shares)
         if key not in self._prices:
-            if grid.sizes not in self._links:
+            if mesh not in self._links:
                 links = ClusterCollectives(self.setting.cluster, grid.axes())
-                self._links[grid.sizes] = links.time_s
-            batch = grid.micro_batch * grid.data
+                self._links[mesh] = links.time_s
+            batch = grid.micro_batch * grid.batch_ranks
             self._prices[key] = Prices(
-                names=AXES,
+                names=grid.names,
                 sizes=grid.sizes,
                 batch=batch,
                 micro_batches=shares,
                 specs=self.setting.specs,
                 differentiable=self.setting.differentiable,
                 compute=self.compute,
-                collective=self._links[grid.sizes],
-                moves=self._moves.setdefault((grid.sizes, batch), {}),
+                collective=self._links[mesh],
+                moves=self._moves.setdefault((mesh, batch), {}),
             )
         return self._prices[key]
 
@@ -191,7 +250,7 @@ class Pricer:
                 prices.local_shape(Ref(node.name, i), layout)
                 for i, layout in enumerate(option.outputs)
             ),
-            batch=prices.batch // prices.sizes[0],
+            batch=prices.batch // batch_size(prices.names, prices.sizes),
             grad_inputs=tuple(ref in self.setting.differentiable for ref in inputs),
             copying=self.setting.storage.copying,
         )
@@ -207,7 +266,7 @@ class Pricer:
         self, node: OpNode, option: Option | NodeChoice, prices: Prices
     ) -> tuple[float, float]:
         """Forward and backward seconds of a node under an option."""
-        key = (node.name, option.inputs, option.outputs, prices.batch, prices.sizes)
+        key = (node.name, option.inputs, option.outputs, prices.batch, prices.names, prices.sizes)
         if key not in self._options:
             forward, backward, _ = self.op_seconds(self.local(node, option, prices))
             self._options[key] = (forward, backward)
@@ -242,7 +301,7 @@ class Pricer:
         """The cost of running a block as decided. `layouts` are those of its parameters."""
         prices, setting = self.prices(grid), self.setting
         nodes = setting.block_nodes(block)
-        flow = self._flow(block, nodes, choices, layouts)
+        flow = self._flow(block, nodes, choices, layouts, grid)
         forward = backward = 0.0
         measured = 0
         for node, choice in zip(nodes, choices, strict=True):
@@ -274,19 +333,20 @@ class Pricer:
         nodes: Sequence[OpNode],
         choices: Sequence[NodeChoice],
         layouts: Mapping[str, Layout],
+        grid: Grid,
     ) -> BlockFlow:
         setting = self.setting
-        given, required = block_edges(setting.chain, block, setting.shared)
+        given, required = block_edges(setting.chain, block, setting.shared(grid.mesh))
         given |= {ref: layouts[setting.sources[ref.name].fqn] for ref in block.parameters}
         by_node = {choice.node: choice for choice in choices}
         return block_flow(nodes, by_node, given, required, setting.differentiable)
 
     def _option(self, node: OpNode, choice: NodeChoice, grid: Grid) -> Option:
         strategies = []
-        for axis, size in enumerate(grid.sizes):
-            inputs = tuple(layout[axis] for layout in choice.inputs)
-            outputs = tuple(layout[axis] for layout in choice.outputs)
-            offered = self.strategies(node, axis, size)
+        for position, axis in enumerate(grid.mesh):
+            inputs = tuple(layout[position] for layout in choice.inputs)
+            outputs = tuple(layout[position] for layout in choice.outputs)
+            offered = self.strategies(node, axis)
             strategies.append(
                 next(s for s in offered if s.inputs == inputs and s.outputs == outputs)
             )
@@ -296,7 +356,7 @@ class Pricer:
         self, block: Block, choices: Sequence[NodeChoice], flow: BlockFlow, prices: Prices
     ) -> tuple[int, int, int]:
         saved, nodes = self.saved(block), self.setting.block_nodes(block)
-        whole = (R,) * len(AXES)
+        whole = (R,) * len(prices.names)
         by_node = {choice.node: choice for choice in choices}
         storages = BlockStorages(nodes, by_node, flow, prices, self.setting.storage)
         kept = storages.kept_bytes(saved, [Ref(name) for name in self.setting.sources])

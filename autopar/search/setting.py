@@ -12,13 +12,11 @@ from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpNode, Ref
+from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout
-from autopar.plan.flow import DATA, TENSOR, shared_layouts
+from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
-
-AXES = (DATA, TENSOR)
-"""Mesh axes of every stage, outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +35,16 @@ class Setting(GraphFacts):
     backend: str = "highs"
     time_limit_s: float = 60.0
 
+    def shared(self, mesh: tuple[MeshAxis, ...]) -> Mapping[Ref, Layout]:
+        """Layouts of values between blocks on a mesh, whatever the sizes of its axes."""
+        key = tuple((axis.name, axis.sequence) for axis in mesh)
+        if key not in self._shared:
+            self._shared[key] = shared_layouts(self.graph, self.batch, self.sequence, mesh)
+        return self._shared[key]
+
     @cached_property
-    def shared(self) -> Mapping[Ref, Layout]:
-        """Layouts of values between blocks."""
-        return shared_layouts(self.graph, self.batch, len(AXES))
+    def _shared(self) -> dict[object, Mapping[Ref, Layout]]:
+        return {}
 
     @cached_property
     def storage(self) -> StorageMap:
@@ -55,6 +59,15 @@ class Setting(GraphFacts):
             block.module_path or self.nodes[block.nodes[0]].module_path
             for block in self.chain.blocks
         )
+
+    @cached_property
+    def sequence_length(self) -> int:
+        """Extent of the sequence of the values between blocks; 0 where they have none."""
+        crossing = [ref for refs in self.chain.boundaries for ref in refs]
+        carried = [ref for ref in crossing if ref in self.differentiable]
+        if not carried or any(ref not in self.sequence for ref in carried):
+            return 0
+        return min(self.specs[ref].shape[self.sequence[ref]].const for ref in carried)
 
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""

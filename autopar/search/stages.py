@@ -44,8 +44,8 @@ def in_flight(schedule: str, num_stages: int, micro_batches: int) -> tuple[int, 
 
 def boundary_bytes(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
     """Bytes one rank sends for one micro-batch where the chain is cut so that `refs` cross."""
-    prices = pricer.prices(grid)
-    return sum(prices.local_bytes(ref, pricer.setting.shared[ref]) for ref in refs)
+    prices, shared = pricer.prices(grid), pricer.setting.shared(grid.mesh)
+    return sum(prices.local_bytes(ref, shared[ref]) for ref in refs)
 
 
 def boundary_s(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> tuple[float, float]:
@@ -66,8 +66,7 @@ def boundary_s(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> tuple[float, 
 
 def stage_ranks(grid: Grid, stage: int) -> range:
     """Devices of a stage: stages take consecutive runs of devices."""
-    per_stage = grid.data * grid.tensor
-    return range(stage * per_stage, (stage + 1) * per_stage)
+    return range(stage * grid.stage_devices, (stage + 1) * grid.stage_devices)
 
 
 def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.ir.cluster import Cluster, DeviceGroup, DeviceSpec, LinkLevel
 from autopar.ir.collective import Collective, CollectiveOp
+from autopar.ir.mesh import stage_mesh
 from autopar.ir.placement import R_STAR, P, R, Shard
 from autopar.ir.size import Size
 from autopar.plan.plan import (
@@ -245,8 +246,7 @@ def build_sample_plan() -> Plan:
             runners_up=(
                 Candidate(
                     pipeline=1,
-                    data=4,
-                    tensor=2,
+                    axes=stage_mesh(data=4, tensor=2),
                     micro_batch=2,
                     schedule="1f1b",
                     step_s=0.043,
@@ -254,8 +254,7 @@ def build_sample_plan() -> Plan:
                 ),
                 Candidate(
                     pipeline=1,
-                    data=8,
-                    tensor=1,
+                    axes=stage_mesh(data=8),
                     micro_batch=2,
                     schedule="1f1b",
                     step_s=None,

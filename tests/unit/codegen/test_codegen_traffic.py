@@ -94,7 +94,7 @@ def test_a_short_last_micro_batch_is_counted_at_its_size():
 @pytest.mark.parametrize(("rank", "counts"), [(0, (2, 1)), (1, (1, 1))])
 def test_uneven_samples_over_data_ranks(rank, counts):
     planned = plan(Chain, "local:2", batch=5, data=2, micro_batches=2)
-    assert micro_batch_counts(planned.plan, data_rank=rank) == counts
+    assert micro_batch_counts(planned.plan, at=(rank,)) == counts
     listed = stage_collectives(planned.view, planned.plan.stages[0], counts)
     parameters = 4 * (8 * 8 + 8)
     assert totals(listed) == (LOSS, collective(AR, 4 * parameters, "data", "sync"))

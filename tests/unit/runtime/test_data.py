@@ -70,7 +70,7 @@ def test_constants_are_given_again():
     [(8, 3, [3, 3, 2]), (7, 4, [2, 2, 2, 1]), (6, 4, [2, 2, 2, 0]), (1, 1, [1])],
 )
 def test_micro_batches_are_chunks(samples, micro_batches, counts):
-    spans = micro_batch_spans(samples, micro_batches, 1, 0)
+    spans = micro_batch_spans(samples, micro_batches, (1,), (0,))
     assert [span.of for span in spans] == counts
     assert [(span.start, span.count) for span in spans] == [
         (sum(counts[:i]), count) for i, count in enumerate(counts)
@@ -80,13 +80,13 @@ def test_micro_batches_are_chunks(samples, micro_batches, counts):
 @pytest.mark.parametrize("samples", [1, 5, 7, 8])
 @pytest.mark.parametrize("data", [2, 3])
 def test_every_sample_is_on_one_rank(samples, data):
-    ranks = [micro_batch_spans(samples, 2, data, rank) for rank in range(data)]
+    ranks = [micro_batch_spans(samples, 2, (data,), (rank,)) for rank in range(data)]
     held = [n for spans in ranks for s in spans for n in range(s.start, s.start + s.count)]
     assert sorted(held) == list(range(samples))
 
 
 def test_slices():
-    whole, (_, second) = batch(7), micro_batch_spans(7, 2, 2, 1)
+    whole, (_, second) = batch(7), micro_batch_spans(7, 2, (2,), (1,))
     assert (second.start, second.count, second.of) == (6, 1, 3)
     part = slice_batch(whole, SPECS, second, torch.device("cpu"))
     assert part["ids"].equal(whole["ids"][6:7])

@@ -21,6 +21,7 @@ from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import PRECISIONS, Training
 from autopar.errors import InfeasiblePlan, InputError, PlanMismatch
 from autopar.ir.graph import Ref
+from autopar.ir.mesh import MeshAxis, stage_mesh
 from autopar.ir.placement import R_STAR, R, Shard, largest_shape
 from autopar.ir.size import shape_at
 from autopar.plan.check import check_plan
@@ -431,12 +432,12 @@ def test_every_op_costs_something():
             training=Training(precision=PRECISIONS["fp32"]),
         )
     )
-    grid = Grid(pipeline=1, data=1, tensor=1, micro_batch=4, micro_batches=1, schedule="1f1b")
+    grid = Grid(pipeline=1, mesh=stage_mesh(), micro_batch=4, micro_batches=1, schedule="1f1b")
     prices = pricer.prices(grid)
     device = pricer.device
     free = set()
     for block in planned.chain.blocks:
-        space = pricer.space(block, (1, 1))
+        space = pricer.space(block, grid.block_mesh)
         for node, options in zip(space.nodes, space.options, strict=True):
             forward, backward = pricer.compute(node, options[0], prices)
             out = Ref(node.name)
@@ -471,10 +472,12 @@ def linear_options(rows, columns, sizes, batch):
     specs = graph.specs()
 
     def strategies(node, axis):
-        return axis_strategies(node, specs, size=sizes[axis], batch=batch)
+        return axis_strategies(node, specs, size=axis.size, batch=batch)
 
     shapes = [shape_at(specs[ref].shape, batch) for ref in (*node.inputs(), Ref(node.name))]
-    options = node_options(node, [f"axis{i}" for i in range(len(sizes))], strategies)
+    options = node_options(
+        node, [MeshAxis(name=f"axis{i}", size=n) for i, n in enumerate(sizes)], strategies
+    )
     return [tuple(zip(shapes, (*o.inputs, *o.outputs), strict=True)) for o in options]
 
 

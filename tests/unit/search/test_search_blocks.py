@@ -19,6 +19,7 @@ from autopar.errors import InputError
 from autopar.ir.blocks import Block, BlockChain, BlockClass
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import OpGraph, OpNode, Ref, Size, Source, SourceKind, TensorSpec
+from autopar.ir.mesh import MeshAxis, stage_mesh
 from autopar.ir.placement import R_STAR, P, R, Shard
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.plan.flow import block_flow
@@ -117,7 +118,8 @@ def sorted_late(layouts):
 def test_options_are_the_product_over_axes_without_a_dim_split_twice():
     node = op("y", "aten.relu.default", Ref("x"))
     per_axis = tuple(AxisStrategy(inputs=(p,), outputs=(p,)) for p in (R, S0, S1))
-    found = node_options(node, ("a", "b"), lambda node, axis: per_axis)
+    mesh = [MeshAxis(name=name, size=2) for name in "ab"]
+    found = node_options(node, mesh, lambda node, axis: per_axis)
     layouts = [option.inputs[0] for option in found]
     assert len(layouts) == len(set(layouts)) == 9 - 2
     assert (S0, S0) not in layouts and (S0, S1) in layouts
@@ -132,7 +134,7 @@ def test_the_loss_is_whole_or_a_partial_sum():
     def space(loss):
         return block_space(
             [y],
-            ("a",),
+            (MeshAxis(name="a", size=2),),
             lambda node, axis: strategies,
             parameters=[],
             given={Ref("x"): (R,)},
@@ -253,12 +255,12 @@ def graph_space(graph, sizes, limit):
     specs, differentiable = graph.specs(), graph.differentiable()
 
     def strategies(node, axis):
-        found = axis_strategies(node, specs, size=sizes[axis], batch=8)
+        found = axis_strategies(node, specs, size=axis.size, batch=8)
         return found[:limit]
 
     return block_space(
         graph.nodes,
-        tuple(f"axis{i}" for i in range(len(sizes))),
+        tuple(MeshAxis(name=f"axis{i}", size=n) for i, n in enumerate(sizes)),
         strategies,
         parameters=[s for s in graph.sources if s.kind is SourceKind.PARAMETER],
         given={Ref("x"): (R,) * len(sizes)},
@@ -417,7 +419,7 @@ def setting(graph, chain):
 
 
 def degrees(found):
-    return {(g.pipeline, g.data, g.tensor) for g in found}
+    return {(g.pipeline, g.batch_ranks, g.tensor) for g in found}
 
 
 def test_divisors():
@@ -435,12 +437,12 @@ def test_all_degrees_of_six_devices_are_searched(setting):
 
 def test_micro_batches_cover_the_batch(setting):
     for grid in grids(setting("local:6", batch=10)):
-        covered = grid.micro_batch * grid.data * grid.micro_batches
-        assert 10 <= covered < 10 + grid.micro_batch * grid.data
+        covered = grid.micro_batch * grid.batch_ranks * grid.micro_batches
+        assert 10 <= covered < 10 + grid.micro_batch * grid.batch_ranks
 
 
 def test_sizes_are_powers_of_two_and_the_whole(setting):
-    assert list(micro_batch_sizes(setting("local:2", batch=24), 2)) == [
+    assert list(micro_batch_sizes(setting("local:2", batch=24), stage_mesh(data=2))) == [
         (1, 12),
         (2, 6),
         (4, 3),
@@ -451,7 +453,7 @@ def test_sizes_are_powers_of_two_and_the_whole(setting):
 
 def test_there_is_no_largest_micro_batch(setting):
     """A sample may be as small as a vector: all of them at once may be fastest."""
-    sizes = [size for size, _ in micro_batch_sizes(setting("local:1", batch=5000), 1)]
+    sizes = [size for size, _ in micro_batch_sizes(setting("local:1", batch=5000), stage_mesh())]
     assert sizes == [*(2**k for k in range(13)), 5000]
 
 
@@ -479,12 +481,15 @@ def test_a_pinned_schedule_and_micro_batch(setting):
     found = grids(setting("local:2", batch=12, pins=pins))
     assert {g.schedule for g in found} == {"gpipe"} and {g.micro_batch for g in found} == {3}
     counted = grids(setting("local:2", batch=12, pins=["micro_batches=3"]))
-    assert {(g.data, g.micro_batch, g.micro_batches) for g in counted} == {(1, 4, 3), (2, 2, 3)}
+    assert {(g.batch_ranks, g.micro_batch, g.micro_batches) for g in counted} == {
+        (1, 4, 3),
+        (2, 2, 3),
+    }
 
 
 def test_a_batch_that_cannot_be_split_stays_whole(setting):
     found = grids(setting("local:4", coupled=(("norm", "statistics over the batch"),)))
-    assert {(g.data, g.micro_batch, g.micro_batches) for g in found} == {(1, 16, 1)}
+    assert {(g.batch_ranks, g.micro_batch, g.micro_batches) for g in found} == {(1, 16, 1)}
 
 
 @pytest.mark.parametrize(
@@ -556,7 +561,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         ([("zero", "3")], "zero=3: only zero=0"),
         ([("recompute", "some")], "recompute=some: expected one of none, all"),
         ([("pipline", "2")], "unknown pin 'pipline'; did you mean pipeline?"),
-        ([("q", "2")], "known pins: pipeline, data, tensor"),
+        ([("q", "2")], "known pins: pipeline, data, context, tensor"),
     ],
 )
 def test_a_malformed_pin_is_named(pairs, message):
