@@ -91,12 +91,16 @@ def matching_recv(send: Action) -> Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The action list of every pipeline rank for one training step."""
+    """The action list of every pipeline rank for one training step.
+
+    Without `flushes` the list is a window of an endless stream (see `endless`).
+    """
 
     name: str
     num_stages: int
     num_micro_batches: int
     ranks: tuple[tuple[Action, ...], ...]
+    flushes: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -140,11 +144,19 @@ class Schedule:
         return (" ".join(map(str, row)) for row in self.ranks)
 
     @staticmethod
-    def parse(name: str, num_stages: int, num_micro_batches: int, rows: Iterable[str]) -> Schedule:
+    def parse(
+        name: str,
+        num_stages: int,
+        num_micro_batches: int,
+        rows: Iterable[str],
+        *,
+        flushes: bool = True,
+    ) -> Schedule:
         """Inverse of `rows`. Raises InputError on text that is no action; does not validate."""
         return Schedule(
             name=name,
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
             ranks=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+            flushes=flushes,
         )

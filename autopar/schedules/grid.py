@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.schedules.action import Schedule
+from autopar.schedules.endless import finite
 from autopar.schedules.order import execute
 
 _WINDOW = 8
@@ -20,9 +21,12 @@ def render_grid(
     `mark` is a (rank, position) to put in brackets; position may be one past the end, for an action
     that is missing there. With a mark only the part around it is shown. `clocks` are those of an
     `Execution`, by default that of the schedule (which raises InputError where a stage has no
-    single rank); actions that have none follow the last one that has.
+    single rank); actions that have none follow the last one that has. Of a schedule that never
+    drains a run of two steps is shown.
     """
-    clocks = execute(schedule).clocks if clocks is None else clocks
+    if clocks is None:
+        schedule = finite(schedule, 2)
+        clocks = execute(schedule).clocks
     rows = [_cells(schedule, rank, clocks[rank]) for rank in range(schedule.num_ranks)]
     first, last = 0, max((max(row, default=-1) for row in rows), default=-1) + 1
     shown = list(range(len(rows)))

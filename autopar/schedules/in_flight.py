@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.schedules.action import ActionKind, Schedule
+from autopar.schedules.endless import finite
 
 _CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_WEIGHT: -1}
 
@@ -17,7 +18,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """
     held = [0] * schedule.num_stages
     peak = [0] * schedule.num_stages
-    for row in schedule.ranks:
+    for row in finite(schedule).ranks:
         for action in row:
             held[action.stage] += _CHANGE.get(action.kind, 0)
             peak[action.stage] = max(peak[action.stage], held[action.stage])
@@ -31,10 +32,20 @@ def peak_weighted(schedule: Schedule, saved_bytes: Sequence[int]) -> tuple[int, 
     at the same time.
     """
     peaks = []
-    for row in schedule.ranks:
+    for row in finite(schedule).ranks:
         held = peak = 0
         for action in row:
             held += _CHANGE.get(action.kind, 0) * saved_bytes[action.stage]
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
+
+
+def weight_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, how many versions of its weights there are at once.
+
+    One where all micro-batches of a step see the same weights. In a stream that never drains every
+    micro-batch in flight keeps those of its forward for its backward (weight stashing, Narayanan et
+    al., 2019, section 3.3): num_ranks - i on stage i of PipeDream.
+    """
+    return (1,) * schedule.num_stages if schedule.flushes else peak_in_flight(schedule)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
 from autopar.schedules.action import MATCHING_RECV, Action, ActionKind, Schedule
+from autopar.schedules.endless import spans, unroll
 
 _K = ActionKind
 _VALUES: tuple[tuple[tuple[ActionKind, ...], ActionKind], ...] = (
@@ -46,9 +47,27 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.has_communication:
         return schedule
+    if not schedule.flushes:
+        return _lower_endless(schedule)
     links = _links(schedule.stage_rank)
     queues = _sent(schedule, links)
     return replace(schedule, ranks=tuple(_lower(row, links, queues) for row in schedule.ranks))
+
+
+def _lower_endless(schedule: Schedule) -> Schedule:
+    """The messages of a step in the middle of a run, where both ends of every channel are full."""
+    step, one = 2, schedule.num_micro_batches
+    run = insert_communication(unroll(schedule, step + 2))
+    rows = []
+    for row, span in zip(run.ranks, spans(schedule, step), strict=True):
+        kept, computed = [], 0
+        for action in row:
+            computed += action.kind.is_compute
+            at = computed if action.kind.is_recv else computed - 1
+            if span.start <= at < span.stop:
+                kept.append(replace(action, micro_batch=action.micro_batch % one))
+        rows.append(tuple(kept))
+    return replace(schedule, ranks=tuple(rows))
 
 
 def _links(owner: tuple[int, ...]) -> _Links:

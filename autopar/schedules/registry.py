@@ -8,10 +8,14 @@ from typing import Literal
 
 from autopar.errors import InputError
 from autopar.schedules.action import Schedule
+from autopar.schedules.breadth_first import looped_bfs
 from autopar.schedules.gpipe import gpipe
 from autopar.schedules.interleaved import interleaved_1f1b
 from autopar.schedules.one_f_one_b import one_f_one_b
-from autopar.schedules.placement import looped
+from autopar.schedules.pipedream import pipedream, pipedream_limits
+from autopar.schedules.placement import looped, vee
+from autopar.schedules.v_shape import dualpipev, zbv
+from autopar.schedules.zero_bubble import interleaved_zb, zb_h1
 
 Builder = Callable[[int, int, int], Schedule]
 """`(num_ranks, chunks, num_micro_batches) -> Schedule`, without communication."""
@@ -60,6 +64,12 @@ SCHEDULES: dict[str, ScheduleRow] = {
     "gpipe": ScheduleRow(build=gpipe),
     "1f1b": ScheduleRow(build=one_f_one_b),
     "interleaved-1f1b": ScheduleRow(build=interleaved_1f1b, chunks="many"),
+    "looped-bfs": ScheduleRow(build=looped_bfs, chunks="many"),
+    "zb-h1": ScheduleRow(build=zb_h1, splits_backward=True),
+    "interleaved-zb": ScheduleRow(build=interleaved_zb, chunks="many", splits_backward=True),
+    "zbv": ScheduleRow(build=zbv, chunks="two", placement=vee, splits_backward=True),
+    "dualpipev": ScheduleRow(build=dualpipev, chunks="two", placement=vee, splits_backward=True),
+    "pipedream": ScheduleRow(build=pipedream, flushes=False, limits=pipedream_limits),
 }
 
 

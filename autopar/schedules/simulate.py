@@ -15,21 +15,26 @@ from collections.abc import Iterator
 
 from autopar.errors import InputError
 from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.endless import spans, unroll
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.timeline import StageTimes, Timeline
 
 _K = ActionKind
 _Costs = dict[ActionKind, tuple[float, ...]]
+_STEADY_STEPS = 9
+"""Steps that a pipeline without a flush is simulated for: it is full after one."""
 
 
 def simulate(schedule: Schedule, times: StageTimes, overlap: bool = True) -> Timeline:
     """Run a valid schedule on the given times.
 
     Communication is inserted where the schedule has none (to simulate one schedule often, insert it
-    once beforehand). Raises InputError where times do not fit the schedule, or where it stands
-    still (`validate` tells why).
+    once beforehand). Of a schedule that never drains this is one step of the steady state. Raises
+    InputError where times do not fit the schedule, or where it stands still (`validate` tells why).
     """
     lowered = insert_communication(schedule)
+    if not schedule.flushes:
+        return _steady(lowered, times, overlap)
     costs = _costs(lowered, times)
     start_s, end_s = _Run(lowered, costs, overlap).spans()
     return Timeline(
@@ -38,6 +43,31 @@ def simulate(schedule: Schedule, times: StageTimes, overlap: bool = True) -> Tim
         end_s=tuple(map(tuple, end_s)),
         busy_s=tuple(_busy_s(row, costs) for row in lowered.ranks),
         finish_s=tuple(max(row, default=0.0) for row in end_s),
+    )
+
+
+def _steady(lowered: Schedule, times: StageTimes, overlap: bool) -> Timeline:
+    """A late step of a long run; a rank finishes once it could begin the next step.
+
+    The time between steps is the mean over the second half of the run: it may alternate.
+    """
+    run = simulate(unroll(lowered, _STEADY_STEPS), times, overlap)
+    half, last = (spans(lowered, step) for step in (_STEADY_STEPS // 2, _STEADY_STEPS - 1))
+    count = _STEADY_STEPS - 1 - _STEADY_STEPS // 2
+    period_s = max(
+        (start_s[b.start] - start_s[a.start]) / count
+        for start_s, a, b in zip(run.start_s, half, last, strict=True)
+    )
+    start_s, end_s = (
+        [row[span] for row, span in zip(rows, last, strict=True)] for rows in (run.start_s, run.end_s)
+    )
+    zero_s = min(map(min, start_s))
+    return Timeline(
+        schedule=lowered,
+        start_s=tuple(tuple(s - zero_s for s in row) for row in start_s),
+        end_s=tuple(tuple(s - zero_s for s in row) for row in end_s),
+        busy_s=tuple(_busy_s(row, _costs(lowered, times)) for row in lowered.ranks),
+        finish_s=(period_s,) * lowered.num_ranks,
     )
 
 

@@ -60,7 +60,9 @@ class Timeline:
     """A simulated step. `start_s[r][i]` and `end_s[r][i]` belong to `schedule.ranks[r][i]`.
 
     `schedule` has its communication spelled out. `busy_s` is each rank's compute time, `finish_s`
-    when each rank is done with its list (where gradient sync may begin).
+    when each rank is done with its list (where gradient sync may begin). Of a schedule that never
+    drains this is a step of the steady state: ranks start their lists one after the other, and
+    `finish_s` is the time from step to step.
     """
 
     schedule: Schedule

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import InputError
 from autopar.schedules.action import Action, ActionKind, Schedule, matching_recv
+from autopar.schedules.endless import unroll
 from autopar.schedules.grid import Clocks, render_grid
 from autopar.schedules.order import Blocked, execute
 
@@ -43,7 +44,8 @@ def validate(schedule: Schedule) -> None:
     backward (or one input and one weight part), each after what it needs; with communication
     spelled out, exactly one send and one receive for each value that crosses ranks, in the same
     order on both sides of each channel (a pair of ranks and a direction); and no rank ever waits
-    for a value that cannot come. Sends are taken to be buffered, receives to block.
+    for a value that cannot come. Sends are taken to be buffered, receives to block. A schedule that
+    never drains is run for three steps.
     """
     for what, size in (
         ("stages", schedule.num_stages),
@@ -55,14 +57,23 @@ def validate(schedule: Schedule) -> None:
     fault = find_fault(schedule)
     if fault is not None:
         raise InputError(_explain(schedule, fault))
+    if not schedule.flushes:
+        validate(unroll(schedule, 3))
 
 
 def find_fault(schedule: Schedule) -> Fault | None:
-    """The first fault of a schedule of non-zero size, or None where it is sound."""
-    for check in (_placement, _repeats, _omissions, _communication, _channel_order):
+    """The first fault of a schedule of non-zero size, or None where it is sound.
+
+    Of one that never drains, its list is looked at by itself, but not what runs between steps.
+    """
+    whole = (_placement, _repeats, _omissions)
+    across = (_communication, _channel_order) if schedule.flushes else ()
+    for check in (*whole, *across):
         for (rank, position), reason in check(schedule):
             unknown: Clocks = ((),) * schedule.num_ranks
             return Fault(rank=rank, position=position, reason=reason, clocks=unknown)
+    if not schedule.flushes:
+        return None
     execution = execute(schedule)
     if not execution.blocked:
         return None
