@@ -23,7 +23,7 @@ tests against the simulation, not proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from autopar.errors import InputError
@@ -85,17 +85,48 @@ def flush_step_s(times: StageTimes, num_micro_batches: int, schedule: str = "1f1
     return _traversal_s(times) + (num_micro_batches - 1) * PERIODS[schedule](times)
 
 
-def flush_step_lower_bound_s(times: StageTimes, num_micro_batches: int) -> float:
-    """What no flush schedule with one stage per rank and full backwards can beat.
+def flush_step_lower_bound_s(
+    times: StageTimes, num_micro_batches: int, stage_rank: Sequence[int] | None = None
+) -> float:
+    """What no flush schedule can beat, whatever its order.
 
-    A stage works for all micro-batches, and before its first and after its last action there is the
-    way to it and back.
+    `stage_rank` is the rank of each stage, by default one stage per rank. A rank works for all its
+    stages and micro-batches; before its first action and after its last backward there is the way
+    to its first stage and back. Where the parts of a backward are given, a stage may run them
+    apart: only the input part is on the way back, and weight parts may come after it.
     """
-    send_forward_s, send_backward_s = _sends(times)
-    stage_s = tuple(map(sum, zip(times.forward_s, times.backward_s, strict=True)))
-    hop_s = tuple(map(sum, zip(send_forward_s, send_backward_s, strict=True)))
-    way_s = accumulate((s + hop for s, hop in zip(stage_s, hop_s, strict=False)), initial=0.0)
-    bottleneck_s = max(
-        way + num_micro_batches * work for way, work in zip(way_s, stage_s, strict=True)
+    stages = range(times.num_stages)
+    ranks = tuple(stages) if stage_rank is None else tuple(stage_rank)
+    crosses = [ranks[i] != ranks[i + 1] for i in stages[:-1]]
+    out_s, back_s = (
+        [s * crossing for s, crossing in zip(sends, crosses, strict=True)]
+        for sends in _sends(times)
     )
-    return max(_traversal_s(times), bottleneck_s)
+    input_s, late_s = _backward_parts(times)
+    there_s, return_s = _ways_s(times.forward_s, out_s), _ways_s(input_s, back_s)
+    bound_s = there_s[-1] + return_s[-1] + times.forward_s[-1] + input_s[-1] + late_s[0]
+    for rank in set(ranks):
+        mine = [stage for stage in stages if ranks[stage] == rank]
+        first = mine[0]
+        turned_s = num_micro_batches * sum(times.forward_s[i] + input_s[i] for i in mine)
+        done_s = turned_s + num_micro_batches * sum(late_s[i] for i in mine)
+        tail_s = return_s[first] + (late_s[0] if first else 0.0)
+        bound_s = max(bound_s, there_s[first] + turned_s + tail_s, there_s[first] + done_s)
+    return bound_s
+
+
+def _ways_s(stage_s: Sequence[float], hop_s: Sequence[float]) -> list[float]:
+    """Per stage, the time between it and the first end of the pipeline."""
+    return list(accumulate((s + hop for s, hop in zip(stage_s, hop_s, strict=False)), initial=0.0))
+
+
+def _backward_parts(times: StageTimes) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The least that another rank must wait for in a backward, and the least of the rest."""
+    whole_s, parts_s = times.backward_s, (times.backward_input_s, times.backward_weight_s)
+    if not times.backward_input_s:
+        return whole_s, (0.0,) * times.num_stages
+    least_s = tuple(map(sum, zip(*parts_s, strict=True)))
+    input_s = parts_s[0]
+    if whole_s:
+        least_s, input_s = (tuple(map(min, whole_s, each)) for each in (least_s, input_s))
+    return input_s, tuple(all_s - part_s for all_s, part_s in zip(least_s, input_s, strict=True))

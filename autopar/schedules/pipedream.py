@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B that never drains (Narayanan et al., 2019, SOSP; Harlap et al., arXiv:1806.03377).
+"""PipeDream: 1F1B that never drains (Narayanan et al., 2019, SOSP; arXiv:1806.03377).
 
 Each stage applies the gradient of a micro-batch right after its backward. There is no bubble once
 the pipeline is full; the price is staleness. A backward uses the weights of its forward (weight

@@ -59,14 +59,16 @@ def _steady(lowered: Schedule, times: StageTimes, overlap: bool) -> Timeline:
         for start_s, a, b in zip(run.start_s, half, last, strict=True)
     )
     start_s, end_s = (
-        [row[span] for row, span in zip(rows, last, strict=True)] for rows in (run.start_s, run.end_s)
+        [row[span] for row, span in zip(rows, last, strict=True)]
+        for rows in (run.start_s, run.end_s)
     )
     zero_s = min(map(min, start_s))
+    costs = _costs(lowered, times)
     return Timeline(
         schedule=lowered,
         start_s=tuple(tuple(s - zero_s for s in row) for row in start_s),
         end_s=tuple(tuple(s - zero_s for s in row) for row in end_s),
-        busy_s=tuple(_busy_s(row, _costs(lowered, times)) for row in lowered.ranks),
+        busy_s=tuple(_busy_s(row, costs) for row in lowered.ranks),
         finish_s=(period_s,) * lowered.num_ranks,
     )
 

@@ -2,9 +2,8 @@
 
 Only the input part of a backward is waited for by another rank; weight parts run where a rank would
 idle. ZB-H1 keeps the memory of 1F1B: rank i lets its first i weight parts wait, so that every rank
-holds as many micro-batches as the first. Equal stages idle for (p - 1) (T_F + T_I - T_W), against
-(p - 1) (T_F + T_I + T_W) of 1F1B (table 2 there, whose T_B is T_I here), if T_W is no longer than
-T_F and T_I.
+holds as many micro-batches as the first. The bubble is (p - 1)(T_F + T_I - T_W), against
+(p - 1)(T_F + T_I + T_W) of 1F1B (see `equal_stages`).
 """
 
 from __future__ import annotations

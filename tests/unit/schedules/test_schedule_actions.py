@@ -90,13 +90,6 @@ def test_sizes_below_one_are_refused(name, sizes):
         build_schedule(name, *sizes)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_builders_carry_their_registered_name(name):
-    schedule = build_schedule(name, 3, 5)
-    assert (schedule.name, schedule.num_stages, schedule.num_micro_batches) == (name, 3, 5)
-    assert schedule.stage_rank == (0, 1, 2)
-
-
 def test_grid_shows_rank_by_clock():
     assert render_grid(build_schedule("1f1b", 2, 2)).splitlines() == [
         "clock 0 to 5",

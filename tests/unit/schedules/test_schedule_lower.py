@@ -5,7 +5,7 @@ import pytest
 from autopar.errors import InputError
 from autopar.schedules.action import Schedule, matching_recv
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.registry import build_schedule
 from autopar.schedules.validate import validate
 
 
@@ -44,7 +44,7 @@ def test_values_used_out_of_order_are_received_in_the_order_they_are_sent():
     validate(lowered)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_every_send_has_one_receive_in_the_same_order(name):
     lowered = insert_communication(build_schedule(name, 5, 9))
     owner, sent, taken = lowered.stage_rank, defaultdict(list), defaultdict(list)

@@ -5,7 +5,7 @@ from autopar.schedules.action import Schedule
 from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.order import execute
-from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
 
@@ -25,7 +25,7 @@ def spans(timeline):
 
 # (B-1)/(M+B-1): Huang et al., 2019 (GPipe, arXiv:1811.06965), section 2.3; for 1F1B with a flush
 # Narayanan et al., 2021 (arXiv:2104.04473), section 2.2. 75 %, 27 %, 16 %, 8.6 % for B = 4.
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "bubble"),
     [(4, 1, 0.75), (4, 8, 3 / 11), (4, 16, 3 / 19), (4, 32, 3 / 35), (1, 5, 0.0), (8, 3, 0.7)],
@@ -44,7 +44,7 @@ def check_clocks(name, stages, micro_batches):
     assert simulate(schedule, uniform(stages)).step_s == expected
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 16, 128])
 @pytest.mark.parametrize("micro_batches", [2, 3, 9, 32])
 def test_clock_count(name, stages, micro_batches):
@@ -52,7 +52,7 @@ def test_clock_count(name, stages, micro_batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_clock_count_over_the_whole_range(name):
     for stages in range(1, 129):
         for micro_batches in range(2, 33) if stages % 16 == 1 else (2, 32):

@@ -3,7 +3,7 @@ import pytest
 from autopar.errors import InputError
 from autopar.schedules.action import Schedule
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.registry import build_schedule
 from autopar.schedules.validate import find_fault, validate
 
 
@@ -11,7 +11,7 @@ def parse(*rows, stages=2, micro_batches=2):
     return Schedule.parse("test", stages, micro_batches, rows)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 16])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8, 17])
 def test_built_schedules_are_valid_also_when_lowered(name, stages, micro_batches):
