@@ -18,12 +18,13 @@ from autopar.codegen.model import ModelView
 from autopar.codegen.program import program_files, write_files
 from autopar.codegen.traffic import stage_collectives, totals
 from autopar.costs.clusters import parse_cluster
-from autopar.costs.memory import PRECISIONS, Training
+from autopar.costs.memory import Training
 from autopar.costs.profiles import Profile
 from autopar.errors import InputError
 from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
+from autopar.ir.precision import PRECISIONS
 from autopar.plan.check import check_plan
 from autopar.plan.fingerprint import check_cluster, check_model
 from autopar.plan.plan import Plan

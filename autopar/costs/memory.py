@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from autopar.costs.optimizer_state import optimizer_state_bytes
 from autopar.ir.cluster import DeviceSpec
 from autopar.ir.graph import DTYPE_BYTES, TensorSpec
+from autopar.ir.precision import Precision
 
 GIB = 2**30
 
@@ -47,28 +48,6 @@ class MemoryTerms:
                 for term in fields(self)
             }
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """Dtypes of trained parameters and their gradients; `master` adds float32 weights."""
-
-    name: str
-    param_dtype: str
-    grad_dtype: str
-    master: bool = False
-
-
-PRECISIONS: dict[str, Precision] = {
-    row.name: row
-    for row in (
-        Precision(name="fp64", param_dtype="float64", grad_dtype="float64"),
-        Precision(name="fp32", param_dtype="float32", grad_dtype="float32"),
-        Precision(name="bf16", param_dtype="bfloat16", grad_dtype="bfloat16", master=True),
-        Precision(name="fp16", param_dtype="float16", grad_dtype="float16", master=True),
-    )
-}
-"""With Adam: 32, 16, 2 + 2 + 4 + 8 and 2 + 2 + 4 + 8 bytes a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from autopar.ir.placement import Shard
 from autopar.runtime import primitives
-from autopar.runtime.parameters import Entry, ParameterStore, local_part
+from autopar.runtime.layouts import local_part
+from autopar.runtime.parameters import Entry, ParameterStore
 
 _EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -37,7 +38,7 @@ def grad_norm(store: ParameterStore, norm_type: float = 2.0) -> Tensor:
 def _counts_here(entry: Entry, stages: tuple[int, ...]) -> bool:
     """Whether this rank counts its part: the first rank of each axis that replicates it, on the
     first stage that owns it."""
-    axes = zip(entry.mesh.names, entry.spec.layout, strict=True)
+    axes = zip(entry.mesh.names, entry.spec.at_rest, strict=True)
     first = all(
         isinstance(placement, Shard) or entry.mesh.axes[name].rank == 0 for name, placement in axes
     )

@@ -18,7 +18,22 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime import primitives, shards
 from autopar.runtime.axes import AxisGroup
+from autopar.runtime.gather import gather_weight
 from autopar.runtime.shards import Pieces
+
+__all__ = [
+    "exchange",
+    "gather",
+    "gather_sum_gradient",
+    "gather_weight",
+    "keep_on_first",
+    "sum_and_scatter",
+    "sum_gradient",
+    "sum_partial",
+    "sum_partial_and_gradient",
+    "take_shard",
+    "take_shard_of_partial",
+]
 
 _Map = Callable[[Tensor], Tensor]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.ir.mesh import BATCH_AXES
@@ -13,9 +15,11 @@ from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import World
 from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
 from autopar.runtime.executor import Executor, StepData, forward_only, share_loss
+from autopar.runtime.gather import ShardedWeight
+from autopar.runtime.loss_scale import LossScale, scale_gradient
 from autopar.runtime.outputs import collect_outputs
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.program import OutputSpec, StageProgram
+from autopar.runtime.program import Forward, OutputSpec, StageProgram, Tensors
 from autopar.runtime.sync import GradientSync
 from autopar.schedules.action import Schedule
 
@@ -42,6 +46,7 @@ class Engine:
         outputs: Sequence[OutputSpec] = (),
         seed: int = 0,
         bucket_cap_bytes: int = DEFAULT_CAP_BYTES,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.world, self.store, self.seed = world, store, seed
         self.step = 0
@@ -53,10 +58,11 @@ class Engine:
             self._partial_axes = tuple(name for name, p in axes if isinstance(p, Partial))
         self._micro_batches = schedule.num_micro_batches
         weights = {stage: store.weights(stage) for stage in world.stages}
-        self._train = Executor(world, train, weights, schedule)
+        training = [self._training(stage, loss_scale) for stage in train]
+        self._train = Executor(world, training, weights, schedule)
         programs = train if evaluate is None else evaluate
         self._evaluate = Executor(world, programs, weights, forward_only(schedule))
-        self._sync = GradientSync(store, bucket_cap_bytes)
+        self._sync = GradientSync(store, bucket_cap_bytes, loss_scale)
 
     def train_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
         """Forward and backward of a whole batch; the loss (float64), on every rank.
@@ -67,7 +73,9 @@ class Engine:
         anything is sent, and RuntimeFailure where the program fails.
         """
         data = self._data(batch, training=True)
-        self._sync.begin()
+        self.store.update.catch_up()
+        filled = sum(1 for span in data.spans if span.of)
+        self._sync.begin(filled, accumulate=accumulate)
         try:
             result = self._train.run(data)
         except Exception:
@@ -80,9 +88,20 @@ class Engine:
     def eval_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward only, without dropout: the loss and the whole outputs by name, on every rank."""
         data = self._data(batch, training=False)
+        self.store.update.catch_up()
         result = self._evaluate.run(data)
         outputs = collect_outputs(result, self._outputs, self.world, data.spans, data.samples)
         return share_loss(result, self.world, self._partial_axes), outputs
+
+    def _training(self, stage: StageProgram, loss_scale: LossScale | None) -> StageProgram:
+        """A stage as it runs in training: gathered weights are not kept for the backward, which
+        starts with the loss scale."""
+        forward = stage.forward
+        if any(isinstance(w, ShardedWeight) for w in self.store.weights(stage.index).values()):
+            forward = _forgetting(forward, self.store)
+        if loss_scale is not None and stage.index == len(self.world.meshes) - 1:
+            forward = _scaling(forward, loss_scale)
+        return replace(stage, forward=forward)
 
     def _data(self, batch: Any, *, training: bool) -> StepData:
         tensors, samples = check_batch(batch, self._inputs, self._constants)
@@ -100,3 +119,21 @@ class Engine:
             step=self.step,
             training=training,
         )
+
+
+def _forgetting(forward: Forward, store: ParameterStore) -> Forward:
+    def run(*args: Any) -> Tensors:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        with store.gathers.forgetting():
+            return forward(*args)
+
+    return run
+
+
+def _scaling(forward: Forward, loss_scale: LossScale) -> Forward:
+    def run(*args: Any) -> Tensors:
+        loss, *outputs = forward(*args)
+        return (scale_gradient(loss, lambda: loss_scale.value), *outputs)
+
+    return run

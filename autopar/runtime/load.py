@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from autopar.errors import PlanMismatch
+from autopar.errors import InputError, PlanMismatch
 from autopar.ir.placement import Layout
+from autopar.ir.precision import PRECISIONS, Precision, grad_dtype, stored_dtype
 from autopar.plan.plan import ParameterPlan, Plan
 from autopar.plan.serialize import read_plan
 from autopar.runtime.data import InputSpec
@@ -90,21 +91,41 @@ def _stage(index: int, module: ModuleType) -> StageProgram:
 
 
 def parameter_specs(plan: Plan) -> dict[int, tuple[ParameterSpec, ...]]:
-    """What every stage holds, as the parameter store takes it."""
+    """What every stage holds, as the parameter store takes it.
+
+    Raises InputError for a precision that no program runs in.
+    """
+    precision = run_precision(plan)
     return {
-        stage.index: tuple(_spec(parameter) for parameter in stage.parameters)
+        stage.index: tuple(_spec(parameter, precision) for parameter in stage.parameters)
         for stage in plan.stages
     }
 
 
-def _spec(parameter: ParameterPlan) -> ParameterSpec:
+def run_precision(plan: Plan) -> Precision:
+    """The precision a plan's program runs in. Raises InputError if there is no such program."""
+    name = plan.training.precision
+    if name not in PRECISIONS:
+        raise InputError(
+            f"the plan is in precision {name}, which can be planned but not run; plan with one of "
+            f"{', '.join(PRECISIONS)}"
+        )
+    return PRECISIONS[name]
+
+
+def _spec(parameter: ParameterPlan, precision: Precision) -> ParameterSpec:
+    dtype, trained = parameter.dtype, parameter.trainable and not parameter.buffer
     return ParameterSpec(
         fqn=parameter.fqn,
         shape=parameter.shape,
-        dtype=parameter.dtype,
+        dtype=dtype,
         layout=parameter.layout,
         trainable=parameter.trainable,
         is_buffer=parameter.buffer,
         persistent=parameter.persistent,
         tied=parameter.tied,
+        zero=parameter.zero,
+        stored=parameter.stored,
+        stored_dtype=stored_dtype(precision, dtype, trainable=trained),
+        grad_dtype=grad_dtype(precision, dtype),
     )

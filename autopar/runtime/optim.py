@@ -25,13 +25,20 @@ built on the original model and has not stepped yet."""
 def bind_optimizer(
     optimizer: OptimizerSpec, store: ParameterStore, model: nn.Module | None = None
 ) -> Optimizer:
-    """The optimizer of this rank's parameters.
+    """The optimizer of this rank's parameters, after whose steps the program reads new weights.
 
     An optimizer that exists is bound anew, in place: its groups keep their options and hold this
     rank's part of the parameters they held of `model`, so that it, and schedulers built on it, go
     on to work and the original weights can be freed. Raises InputError if it has stepped already,
     or holds tensors that are no parameters of `model`.
     """
+    bound = _bind(optimizer, store, model)
+    bound.register_step_post_hook(lambda *_: store.update.refresh())
+    store.update.is_hooked = True
+    return bound
+
+
+def _bind(optimizer: OptimizerSpec, store: ParameterStore, model: nn.Module | None) -> Optimizer:
     if isinstance(optimizer, Optimizer):
         if model is None:
             raise InputError("an optimizer that exists can only be bound with its model")

@@ -14,12 +14,14 @@ from autopar.errors import InputError
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR
 from autopar.plan.plan import Plan
+from autopar.plan.zero import zero_shard
 from autopar.runtime.axes import World, create_world
 from autopar.runtime.clip import clip_grad_norm_, grad_norm
 from autopar.runtime.deferred import InitTape
 from autopar.runtime.engine import Engine
 from autopar.runtime.initialize import initialize
-from autopar.runtime.load import LoadedProgram, parameter_specs
+from autopar.runtime.load import LoadedProgram, parameter_specs, run_precision
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.optim import OptimizerSpec, bind_optimizer
 from autopar.runtime.parameters import ParameterStore
 from autopar.schedules.lower import insert_communication
@@ -52,6 +54,7 @@ class ParallelModel:
         schedule = build_schedule(
             self.plan.schedule, self.plan.pipeline, self.plan.training.micro_batches
         )
+        self.loss_scaler = LossScale() if run_precision(self.plan).loss_scale else None
         self.engine = Engine(
             world=self.world,
             store=self.store,
@@ -62,6 +65,7 @@ class ParallelModel:
             loss_layout=program.loss_layout,
             outputs=program.outputs,
             seed=seed,
+            loss_scale=self.loss_scaler,
         )
         self.optimizer: Optimizer | None = (
             bind_optimizer(optimizer, self.store, model) if optimizer is not None else None
@@ -124,6 +128,15 @@ class ParallelModel:
         """Scale gradients so that their global norm is at most `max_norm`; the norm before."""
         return clip_grad_norm_(self.store, max_norm, norm_type)
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in the backward; 1 unless the program computes in float16.
+
+        Gradients are divided by it before anyone sees them. A step in which one overflows, on
+        whichever rank, leaves no gradients on any rank: the optimizer's step changes nothing.
+        """
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.value
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, on rank 0; empty elsewhere. All ranks call it."""
         return self.store.full_state_dict()
@@ -136,8 +149,10 @@ def _world(plan: Plan, device: torch.device | str) -> World:
     owners: dict[str, list[int]] = {}
     for stage in plan.stages:
         for parameter in stage.parameters:
-            summed = tuple(n for n, p in zip(names, parameter.layout, strict=True) if p == R_STAR)
-            joins.add(summed)
+            summed = [n for n, p in zip(names, parameter.layout, strict=True) if p == R_STAR]
+            found = zero_shard(parameter, names)
+            split = () if found is None else found.axes
+            joins |= {tuple(summed), split, tuple(n for n in summed if n not in split)}
             owners.setdefault(parameter.fqn, []).append(stage.index)
     return create_world(
         [(axis.name, axis.size) for axis in plan.axes],

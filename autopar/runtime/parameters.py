@@ -1,5 +1,5 @@
 """The parameters of this rank: DTensors under their original names for optimizers and checkpoints,
-and the local tensors that the generated code computes with, which share their memory."""
+and the local leaves that the generated code computes with."""
 
 from __future__ import annotations
 
@@ -10,39 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import PlanMismatch
-from autopar.ir.placement import R_STAR, Layout, Partial, Shard, local_shape
-from autopar.runtime import primitives, shards
+from autopar.ir.placement import local_shape
+from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import Mesh, World
+from autopar.runtime.gather import Gathers, ShardedWeight
+from autopar.runtime.layouts import gather_layout, label, local_part, take_layout
+from autopar.runtime.parameter_spec import (
+    ParameterSpec,
+    Split,
+    check_spec,
+    owners_of,
+    partial_axes,
+    split_at_rest,
+)
+from autopar.runtime.weights import WeightUpdate
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterSpec:
-    """A parameter or buffer of one stage. `layout` has one placement per axis of the stage's mesh.
-
-    `R*` on an axis says that the gradient is a partial sum there, to be added after the backward.
-    `tied` lists further names of the same tensor. A parameter on several stages has one spec with
-    the same `fqn` and layout on each.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Layout
-    trainable: bool = True
-    is_buffer: bool = False
-    persistent: bool = True
-    tied: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the tensor in the original model."""
-        return (self.fqn, *self.tied)
+__all__ = ["Entry", "ParameterSpec", "ParameterStore", "ParameterTree"]
 
 
 class ParameterTree(nn.Module):
@@ -64,20 +49,42 @@ class ParameterTree(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """One tensor on this rank. `local` is a leaf; `shared` (a DTensor; the same plain tensor for a
-    buffer) has its memory. `stages` are all stages that own it, on any rank."""
+    """One tensor on this rank. `stages` are all stages that own it, on any rank.
+
+    `local` is the leaf that the program is given. `stored` is the local part that stays between
+    steps, and has the leaf's memory where both lie alike; `shared` is the same as a DTensor (for a
+    buffer the plain tensor). `split` says how the stored part is split further than what ops read.
+    """
 
     spec: ParameterSpec
     mesh: Mesh
     stages: tuple[int, ...]
     local: Tensor
+    stored: Tensor
     shared: Tensor
+    split: Split | None
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
         """Axes with several ranks on which the gradient is a partial sum."""
-        axes = zip(self.mesh.names, self.mesh.sizes, self.spec.layout, strict=True)
-        return tuple(name for name, size, placement in axes if placement == R_STAR and size > 1)
+        return partial_axes(self.spec, self.mesh)
+
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether writing the stored part writes all of the leaf."""
+        whole = self.split is None or self.spec.zero == 3
+        return whole and self.local.dtype == self.stored.dtype
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Local shape of what ops read."""
+        sizes, at = self.mesh.sizes, self.mesh.coordinate or ()
+        return local_shape(self.spec.shape, self.spec.layout, sizes, at)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up over micro-batches and ranks."""
+        return getattr(torch, self.spec.grad_dtype or self.spec.dtype)
 
 
 class ParameterStore:
@@ -87,12 +94,18 @@ class ParameterStore:
     not fit the mesh, or the specs of a tied parameter differ between stages.
     """
 
-    def __init__(self, specs: Mapping[int, Sequence[ParameterSpec]], world: World) -> None:
+    def __init__(
+        self,
+        specs: Mapping[int, Sequence[ParameterSpec]],
+        world: World,
+        cap_bytes: int = DEFAULT_CAP_BYTES,
+    ) -> None:
         self.world = world
         self.specs = {stage: tuple(specs[stage]) for stage in sorted(specs)}
         self.tree = ParameterTree()
         self.entries: dict[str, Entry] = {}
-        self.owners = _owners(self.specs)
+        self.owners = owners_of(self.specs)
+        self.gathers = Gathers()
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         for stage in world.stages:
             mesh = world.meshes[stage]
@@ -101,25 +114,41 @@ class ParameterStore:
             for spec in self.specs.get(stage, ()):
                 if spec.fqn not in self.entries:
                     self._add(spec, mesh, meshes[mesh.ranks])
+        self.update = WeightUpdate(self.entries, world, cap_bytes)
 
     def _add(self, spec: ParameterSpec, mesh: Mesh, device_mesh: DeviceMesh) -> None:
-        if len(spec.layout) != len(mesh.names) or any(isinstance(p, Partial) for p in spec.layout):
-            raise PlanMismatch(
-                f"parameter {spec.fqn!r} has layout ({', '.join(map(str, spec.layout))}); expected "
-                f"S(dim), R or R* for each of the axes {', '.join(mesh.names)}"
-            )
-        dtype = getattr(torch, spec.dtype)
-        shape = local_shape(spec.shape, spec.layout, mesh.sizes, mesh.coordinate or ())
-        local = torch.zeros(shape, dtype=dtype, device=self.world.device)
-        if spec.is_buffer:
-            shared = local
+        check_spec(spec, mesh)
+        at, device = mesh.coordinate or (), self.world.device
+        split = split_at_rest(spec, mesh)
+        shape = local_shape(spec.shape, spec.leaf_layout, mesh.sizes, at)
+        local = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        stored_dtype = getattr(torch, spec.stored_dtype or spec.dtype)
+        if stored_dtype != local.dtype:
+            rest = local_shape(spec.shape, spec.at_rest, mesh.sizes, at)
+            stored = torch.zeros(rest, dtype=stored_dtype, device=device)
+        elif split is not None and spec.zero < 3:
+            axis = split.axis
+            stored = local.narrow(split.dim, axis.start(split.size), axis.share(split.size))
         else:
-            shared = nn.Parameter(_dtensor(local, spec, mesh, device_mesh), spec.trainable)
-            local = local.detach().requires_grad_(spec.trainable)
+            stored = local
+        shared = stored
+        if not spec.is_buffer:
+            dtensor = label(stored, spec.shape, spec.at_rest, mesh, device_mesh)
+            shared = nn.Parameter(dtensor, spec.trainable)
+            local = local.detach()
+            if split is not None and spec.zero == 3:
+                local = ShardedWeight.of(local, spec.fqn, self.gathers)
+            local.requires_grad_(spec.trainable)
         for name in spec.names:
             self.tree.attach(name, shared, persistent=spec.persistent)
         self.entries[spec.fqn] = Entry(
-            spec=spec, mesh=mesh, stages=self.owners[spec.fqn], local=local, shared=shared
+            spec=spec,
+            mesh=mesh,
+            stages=self.owners[spec.fqn],
+            local=local,
+            stored=stored,
+            shared=shared,
+            split=split,
         )
 
     def weights(self, stage: int) -> dict[str, Tensor]:
@@ -144,30 +173,31 @@ class ParameterStore:
             raise PlanMismatch(
                 f"{name!r} has shape {tuple(tensor.shape)}; the plan has {entry.spec.shape}"
             )
-        part = tensor.detach()
-        for axis, placement in zip(entry.mesh.axes.values(), entry.spec.layout, strict=True):
-            if isinstance(placement, Shard):
-                part = shards.take(part, placement.dim, placement.pieces, axis.size, axis.rank)
+        whole, spec, mesh = tensor.detach(), entry.spec, entry.mesh
         with torch.no_grad():
-            entry.local.copy_(part)
+            entry.local.copy_(take_layout(whole, spec.leaf_layout, mesh))
+            entry.stored.copy_(take_layout(whole, spec.at_rest, mesh))
+        self.update.fresh(spec.fqn)
 
     def gather_full(self, name: str) -> Tensor:
-        """The whole tensor, on every rank of its stage; all of them must call."""
+        """The whole stored tensor, on every rank of its stage; all of them must call."""
         entry = self._entry(name)
-        return gather_layout(entry.local.detach(), entry.spec, entry.mesh)
+        spec = entry.spec
+        return gather_layout(entry.stored.detach(), spec.shape, spec.at_rest, entry.mesh)
 
     def gather_gradient(self, name: str) -> Tensor | None:
         """The whole gradient after a step, on every rank of its stage; None where there is none."""
         entry = self._entry(name)
-        grad = entry.shared.grad
+        grad, spec = entry.shared.grad, entry.spec
         if grad is None:
             return None
-        return gather_layout(local_part(grad).detach(), entry.spec, entry.mesh)
+        return gather_layout(local_part(grad).detach(), spec.shape, spec.at_rest, entry.mesh)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every persistent tensor of the model, whole, on the CPU of rank 0; empty elsewhere.
 
-        All ranks must call. One tensor is gathered at a time. Tied names share one tensor.
+        In mixed precision the master weights. All ranks must call. One tensor is gathered at a
+        time. Tied names share one tensor.
         """
         result: dict[str, Tensor] = {}
         for fqn, stages in self.owners.items():
@@ -188,7 +218,7 @@ class ParameterStore:
         if rank != 0:
             return None
         if source != 0:
-            dtype = getattr(torch, spec.dtype)
+            dtype = getattr(torch, spec.stored_dtype or spec.dtype)
             whole = torch.empty(spec.shape, dtype=dtype, device=self.world.device)
             dist.recv(whole, source)
         assert whole is not None
@@ -199,76 +229,3 @@ class ParameterStore:
             if name in entry.spec.names:
                 return entry
         raise KeyError(name)
-
-
-def gather_layout(local: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor:
-    """The whole tensor of local parts that lie as `spec.layout` says."""
-    axes = tuple(mesh.axes[name] for name in mesh.names)
-    for i in reversed(range(len(axes))):
-        placement, axis = spec.layout[i], axes[i]
-        if isinstance(placement, Shard) and axis.size > 1:
-            outer = tuple(axis.size for axis in axes[:i])
-            at = tuple(axis.rank for axis in axes[:i])
-            dim, pieces = placement.dim, placement.pieces
-            size = local_shape(spec.shape, spec.layout[:i], outer, at)[dim]
-            extents = shards.sizes(size, pieces, axis.size)
-            stacked = primitives.all_gather(local, axis, dim, extents)
-            local = shards.join(stacked.unbind(0), dim, size, pieces)
-    return local
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or a plain tensor itself; shares memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def label_gradient(entry: Entry, grad: Tensor) -> DTensor:
-    """A local gradient as a DTensor that lies as its parameter does; shares memory."""
-    assert isinstance(entry.shared, DTensor)
-    return DTensor.from_local(
-        grad,
-        entry.shared.device_mesh,
-        entry.shared.placements,
-        run_check=False,
-        shape=entry.shared.shape,
-        stride=entry.shared.stride(),
-    )
-
-
-def _dtensor(local: Tensor, spec: ParameterSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
-    """DTensor has no pieces: a packed dim is labelled as cut, and only we can put it together."""
-    placements: list[TorchPlacement] = []
-    for i in mesh.wide:
-        placement = spec.layout[i]
-        placements.append(
-            TorchShard(placement.dim) if isinstance(placement, Shard) else TorchReplicate()
-        )
-    stride, strides = 1, []
-    for extent in reversed(spec.shape):
-        strides.append(stride)
-        stride *= extent
-    return DTensor.from_local(
-        local,
-        device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=tuple(reversed(strides)),
-    )
-
-
-def _owners(specs: Mapping[int, Sequence[ParameterSpec]]) -> dict[str, tuple[int, ...]]:
-    """The stages that own each tensor."""
-    owners: dict[str, tuple[int, ...]] = {}
-    first: dict[str, ParameterSpec] = {}
-    for stage, group in specs.items():
-        for spec in group:
-            known = first.setdefault(spec.fqn, spec)
-            if (known.shape, known.dtype, known.layout) != (spec.shape, spec.dtype, spec.layout):
-                raise PlanMismatch(
-                    f"tied parameter {spec.fqn!r} lies as {tuple(map(str, spec.layout))} on stage "
-                    f"{stage} and as {tuple(map(str, known.layout))} on stage "
-                    f"{owners[spec.fqn][0]}; both must be alike"
-                )
-            owners[spec.fqn] = (*owners.get(spec.fqn, ()), stage)
-    return owners

@@ -7,7 +7,7 @@ A tensor without elements (the same on all ranks of the group, by construction) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -72,16 +72,33 @@ def reduce_scatter(
     parts: Sequence[Tensor], axis: AxisGroup, dim: int, *, backward: bool = False
 ) -> Tensor:
     """The sum over the ranks of their `parts[rank]`, which may differ in their extent of `dim`."""
+    return start_reduce_scatter(parts, axis, dim, backward=backward)()
+
+
+def start_reduce_scatter(
+    parts: Sequence[Tensor], axis: AxisGroup, dim: int, *, backward: bool = False
+) -> Callable[[], Tensor]:
+    """Begin `reduce_scatter`; the function that is returned waits for its result."""
     if axis.group is None:
-        return parts[0]
+        own = parts[0]
+        return lambda: own
     sizes = [part.shape[dim] for part in parts]
     stacked = torch.stack([_padded(part.detach(), dim, max(sizes)) for part in parts])
-    own = torch.empty_like(stacked[0])
+    own, work = torch.empty_like(stacked[0]), None
     if own.numel():
         nbytes = own.nbytes // max(sizes) * sum(sizes)
         axis.recorder.note(CollectiveOp.REDUCE_SCATTER, nbytes, axis.axes, backward=backward)
-        dist.reduce_scatter_single(_flat(own), _flat(stacked), group=axis.group)
-    return own.narrow(dim, 0, sizes[axis.rank])
+        work = dist.reduce_scatter_single(
+            _flat(own), _flat(stacked), group=axis.group, async_op=True
+        )
+    result = own.narrow(dim, 0, sizes[axis.rank])
+
+    def finish(sent: Tensor = stacked) -> Tensor:  # what is sent must live until it is
+        if work is not None:
+            work.wait()
+        return result
+
+    return finish
 
 
 def all_to_all(

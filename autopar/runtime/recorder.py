@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from autopar.ir.collective import Collective, CollectiveOp
 
 
 class Recorder:
     """What one process communicated, in order. Notes nothing until `start` is called.
 
-    The executor sets `phase` to `setup`, `forward`, `backward` or `sync`. A forward collective that
+    The executor sets `phase` to `setup`, `forward`, `backward` or `sync`; reductions of gradients
+    are `sync` whenever they run, and weights are gathered in `update`. A forward collective that
     runs during a backward action belongs to a recomputed forward and is noted as `recompute`.
     Sends are noted on the sending rank only.
     """
@@ -25,6 +29,15 @@ class Recorder:
         """End noting; the collectives since `start`, in the order they were begun."""
         events, self._events = self._events, None
         return tuple(events or ())
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Note what is done inside under another phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def note(
         self, op: CollectiveOp, nbytes: int, axes: tuple[str, ...], *, backward: bool = False

@@ -131,7 +131,16 @@ def one_stage(w, ctx, received, inputs, setup):
     return second(w, ctx, first(w, ctx, (), inputs, setup), inputs, setup)
 
 
-def build(pipeline, data, tensor, micro_batches, model):
+def build(
+    pipeline,
+    data,
+    tensor,
+    micro_batches,
+    model,
+    change=lambda specs, sizes: specs,
+    wrap=lambda stage: stage,
+):
+    """`change` is applied to the specs, given the mesh sizes, `wrap` to every stage."""
     from autopar.ir.placement import P
 
     per_stage = data * tensor
@@ -146,13 +155,14 @@ def build(pipeline, data, tensor, micro_batches, model):
         outputs = OutputSpec(
             name="logits", stage=0, shape=LOGITS.shape, dtype="float64", layout=LOGITS.layout
         )
+    specs = change(specs, (data, tensor))
     world = create_world([("data", data), ("tensor", tensor)], ranks, ties=[(0, 1)][: pipeline - 1])
-    store = ParameterStore(specs, world)
+    store = ParameterStore(specs, world, cap_bytes=200)
     initialize(store, model)
     engine = Engine(
         world=world,
         store=store,
-        train=[stages[i] for i in world.stages],
+        train=[wrap(stages[i]) for i in world.stages],
         schedule=build_schedule("1f1b", pipeline, micro_batches),
         inputs=INPUTS,
         outputs=(outputs,),
@@ -245,7 +255,7 @@ def check_tree():
     for name, p in tree.items():
         entry = next(e for e in store.entries.values() if name in e.spec.names)
         assert p.shape == known[name].shape
-        assert p.grad.to_local().data_ptr() == entry.local.grad.data_ptr()
+        assert entry.local.grad is None
         assert p.to_local().data_ptr() == entry.local.data_ptr()
     if 1 in world.stages:
         assert dict(store.tree.named_buffers()).keys() == {"scale"}

@@ -7,7 +7,6 @@ import torch
 
 from autopar.costs.memory import (
     GIB,
-    PRECISIONS,
     MemoryTerms,
     Training,
     reserve_bytes,
@@ -21,6 +20,7 @@ from autopar.costs.optimizer_state import (
     optimizer_step_bytes,
 )
 from autopar.ir.cluster import DeviceSpec
+from autopar.ir.precision import PRECISIONS
 
 
 def training(precision, optimizer="adamw", **options):

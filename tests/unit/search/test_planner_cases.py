@@ -18,11 +18,12 @@ import autopar
 from autopar.capture import capture, find_blocks
 from autopar.compiler import Planned, PlanOptions, adopt_plan, plan_model
 from autopar.costs.clusters import parse_cluster
-from autopar.costs.memory import PRECISIONS, Training
+from autopar.costs.memory import Training
 from autopar.errors import InfeasiblePlan, InputError, PlanMismatch
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import MeshAxis, stage_mesh
 from autopar.ir.placement import R_STAR, R, Shard, largest_shape
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.check import check_plan
 from autopar.plan.serialize import from_json, to_json

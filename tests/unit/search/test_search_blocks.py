@@ -14,13 +14,14 @@ from torch import nn
 from autopar.capture import capture, find_blocks
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.collectives import AlphaBeta
-from autopar.costs.memory import PRECISIONS, Training
+from autopar.costs.memory import Training
 from autopar.errors import InputError
 from autopar.ir.blocks import Block, BlockChain, BlockClass
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import OpGraph, OpNode, Ref, Size, Source, SourceKind, TensorSpec
 from autopar.ir.mesh import MeshAxis, stage_mesh
 from autopar.ir.placement import R_STAR, P, R, Shard
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.plan.flow import block_flow
 from autopar.plan.plan import NodeChoice
