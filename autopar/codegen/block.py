@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.codegen.lifetimes import SECTION, with_releases
 from autopar.codegen.local import LocalNode, Mesh, move_text, node_text
@@ -21,11 +21,20 @@ from autopar.runtime import comm, kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """A weight that lies as `stored`, its `dim` split over `axes` together (ZeRO level 3)."""
+
+    axes: tuple[str, ...]
+    dim: int
+    stored: Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSource:
     """Everything a block's source is printed from.
 
     `weights` maps parameter and buffer values to their key in `w`; `arguments` are the values the
-    function takes, `results` those it returns.
+    function takes, `results` those it returns. `gathers` has the weights that lie in shards.
     """
 
     title: str
@@ -37,6 +46,7 @@ class BlockSource:
     specs: Mapping[Ref, TensorSpec]
     mesh: Mesh
     differentiable: Collection[Ref]
+    gathers: Mapping[Ref, Gather | None] = field(default_factory=dict)
 
 
 def describe(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
@@ -60,16 +70,36 @@ class BodyPrinter:
         self._path: str | None = None
 
     def bind_arguments(self) -> list[str]:
-        """Name the values that come in; the parameters' expressions read `w`."""
+        """Name the values that come in; the parameters' expressions read `w`, or what is gathered
+        from it."""
         given = self.source.flow.produced
-        for ref, key in self.source.weights.items():
-            self.names.bind(ref, given[ref], f'w["{key}"]')
         arguments = []
         for ref in self.source.arguments:
             name = self.names.fresh(str(ref))
             self.names.bind(ref, given[ref], name)
             arguments.append(name)
+        for ref, key in self.source.weights.items():
+            gather = self.source.gathers.get(ref)
+            text = f'w["{key}"]' if gather is None else self.gather(ref, key, gather)
+            self.names.bind(ref, given[ref], text)
         return arguments
+
+    def gather(self, ref: Ref, key: str, gather: Gather) -> str:
+        """Print the gathering of a weight, with a comment saying what moves and why; its name."""
+        source, spec = self.source, self.source.specs[ref]
+        names = ", ".join(f'"{name}"' for name in gather.axes)
+        axis = gather.axes[0] if len(gather.axes) == 1 else f"ctx.along({names})"
+        layout = source.flow.produced[ref]
+        name = self.names.fresh(key.replace(".", "_"))
+        self.lines.append(
+            f"# S({gather.dim}) -> whole on {' x '.join(gather.axes)}: kept in shards, gathered "
+            "for this block and where its backward reads it"
+        )
+        self.lines.append(
+            f'{name} = comm.gather_weight(w["{key}"], {axis}, {gather.dim}, '
+            f"{spec.shape[gather.dim].const})  # {describe(spec, layout, source.mesh)}"
+        )
+        return name
 
     def move(self, move: Move) -> None:
         """Print one move with a comment saying what moves and why."""
@@ -136,8 +166,9 @@ def block_source(source: BlockSource) -> str:
     returned = printer.results()
     lines = with_releases(printer.lines, returned.strip("(,)").split(", "))
     given = source.flow.produced
+    stored = {ref: gather.stored for ref, gather in source.gathers.items() if gather}
     table = [
-        f"    {key}: {describe(source.specs[ref], given[ref], source.mesh)}"
+        f"    {key}: {describe(source.specs[ref], stored.get(ref, given[ref]), source.mesh)}"
         for ref, key in source.weights.items()
     ]
     keys = "".join(f'    "{key}",\n' for key in source.weights.values())

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from autopar.codegen.draws import is_random
 from autopar.codegen.local import LocalNode, Mesh
+from autopar.costs.saved import kept_parameters
+from autopar.costs.strides import StorageMap, trace_storage
 from autopar.errors import PlanMismatch
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.graph import OpNode, Ref, SourceKind
@@ -22,8 +24,9 @@ from autopar.plan.flow import (
     shared_layouts,
 )
 from autopar.plan.pipeline import splits_backward
-from autopar.plan.plan import NodeChoice, Plan, StagePlan, Variant
+from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, StagePlan, Variant
 from autopar.plan.split import Product, split_products
+from autopar.plan.zero import ZeroShard, zero_shard
 from autopar.rules import GraphFacts, axis_strategies
 
 
@@ -52,12 +55,44 @@ class ModelView(GraphFacts):
         return {name: number for number, name in enumerate(random)}
 
     @cached_property
+    def parameter_plans(self) -> Mapping[str, ParameterPlan]:
+        """What the plan says of every parameter and buffer, by source name."""
+        by_fqn = {p.fqn: p for stage in self.plan.stages for p in stage.parameters}
+        return {s.name: by_fqn[s.fqn] for s in self.graph.sources if s.fqn in by_fqn}
+
+    def gathers(self, block: Block) -> dict[Ref, ZeroShard]:
+        """The weights of a block that lie in shards, which it gathers when it runs."""
+        found = {}
+        for ref in block.parameters:
+            parameter = self.parameter_plans.get(ref.name)
+            if parameter is not None and parameter.zero == 3:
+                shard = zero_shard(parameter, self.mesh.axes)
+                if shard is not None:
+                    found[ref] = shard
+        return found
+
+    def gathered_again(self, block: Block) -> frozenset[Ref]:
+        """The weights among `gathers` that the block's backward reads."""
+        return kept_parameters(
+            [self.nodes[name] for name in block.nodes],
+            self.specs,
+            self.differentiable,
+            self.gathers(block),
+            storage=self._storage,
+            device_kind=self.plan.cluster.device(0).kind,
+        )
+
+    @cached_property
+    def _storage(self) -> StorageMap:
+        kind = self.plan.cluster.device(0).kind
+        return trace_storage(self.graph.nodes, self.specs, device_kind=kind)
+
+    @cached_property
     def parameter_layouts(self) -> Mapping[str, Layout]:
         """Layout of every parameter and buffer, by source name."""
-        by_fqn = {p.fqn: p.layout for stage in self.plan.stages for p in stage.parameters}
-        whole: Layout = (R,) * len(self.mesh.axes)
+        plans, whole = self.parameter_plans, (R,) * len(self.mesh.axes)
         return {
-            source.name: by_fqn.get(source.fqn, whole)
+            source.name: plans[source.name].layout if source.name in plans else whole
             for source in self.graph.sources
             if source.kind is not SourceKind.INPUT
         }
@@ -173,11 +208,15 @@ class ModelView(GraphFacts):
         """A block that each variant runs: its parameters lie as the variant needs them."""
         return {use.variant: use.index for stage in self.plan.stages for use in stage.blocks}
 
+    def variant_user(self, variant: Variant) -> Block:
+        """A block that runs a variant, whose parameters lie as those of all that do."""
+        return self.chain.blocks[self._users[variant.name]]
+
     def variant_flow(self, variant: Variant) -> tuple[Block, BlockFlow]:
         """The first block of a variant's class and its moves."""
         block = self.chain.representative(variant.class_index)
         given, required = block_edges(self.chain, block, self.shared)
-        user = self.chain.blocks[self._users[variant.name]]
+        user = self.variant_user(variant)
         given |= {
             ref: self.parameter_layouts[own.name]
             for ref, own in zip(block.parameters, user.parameters, strict=True)

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from autopar.codegen.block import HEADER, BlockSource, BodyPrinter, axis_lines, block_source
+from autopar.codegen.block import (
+    HEADER,
+    BlockSource,
+    BodyPrinter,
+    Gather,
+    axis_lines,
+    block_source,
+)
 from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
 from autopar.ir.graph import Ref, SourceKind
@@ -70,8 +77,24 @@ def variant_source(view: ModelView, variant: Variant) -> str:
             specs=view.specs,
             mesh=view.mesh,
             differentiable=view.differentiable,
+            gathers=dict(zip(block.parameters, variant_gathers(view, variant), strict=True)),
         )
     )
+
+
+def variant_gathers(view: ModelView, variant: Variant) -> list[Gather | None]:
+    """For each parameter of a variant how it is gathered, if it lies in shards."""
+    user = view.variant_user(variant)
+    found = view.gathers(user)
+    gathers: list[Gather | None] = []
+    for ref in user.parameters:
+        shard = found.get(ref)
+        if shard is None:
+            gathers.append(None)
+        else:
+            stored = view.parameter_plans[ref.name].stored
+            gathers.append(Gather(axes=shard.axes, dim=shard.dim, stored=stored))
+    return gathers
 
 
 def block_results(view: ModelView, block: Block, flow: BlockFlow) -> tuple[tuple[Ref, Layout], ...]:

@@ -17,9 +17,10 @@ from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.mesh import batch_count, batch_size
 from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape, nested_chunk
 from autopar.ir.size import shape_at
-from autopar.plan.buckets import GradientEntry, buckets
+from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
-from autopar.plan.plan import NodeChoice, Plan, StagePlan
+from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan
+from autopar.plan.zero import stored_layout, zero_shard
 
 LOSS_BYTES = 8
 """The loss is added up in float64."""
@@ -50,14 +51,15 @@ def stage_collectives(
     """
     # Samples are counted per rank: on the axes that split them any place holds an even share.
     split = batch_count(view.mesh.axes)
-    place = (*(0,) * split, *(at or (0,) * len(view.mesh.sizes))[split:])
+    at = at or (0,) * len(view.mesh.sizes)
+    place = (*(0,) * split, *at[split:])
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
     found.update(_setup(view, stage))
     for samples, times in Counter(count for count in counts if count).items():
         for item in _micro_batch(view, stage, samples, place):
             found[item] += times
-    found.update(_sync(view, stage, place))
+    found.update(_sync(view, stage, at))
     found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
     if view.plan.num_devices == 1:
         found.clear()
@@ -86,7 +88,8 @@ def _micro_batch(
     for use in stage.blocks:
         variant = variants[use.variant]
         _, flow = view.variant_flow(variant)
-        for item in _block(view, flow, variant.choices, samples, at):
+        moved = _block(view, flow, variant.choices, samples, at)
+        for item in (*_gathers(view, use, at), *moved):
             yield item
             if use.recompute and item.phase == "forward":
                 yield replace(item, phase="recompute")
@@ -116,6 +119,18 @@ def _block(
                     yield _collective(op, nbytes, (view.mesh.axes[axis],), phase, str(move.value))
     for choice in choices:
         yield from _inner(view, view.nodes[choice.node], choice, whole_batch, at)
+
+
+def _gathers(view: ModelView, use: BlockPlan, at: tuple[int, ...]) -> Iterator[Collective]:
+    """Weights that a block gathers from shards: in its forward, and those that its backward reads
+    once more, unless the forward is run again anyway."""
+    block = view.chain.blocks[use.index]
+    again = frozenset[Ref]() if use.recompute else view.gathered_again(block)
+    for ref, shard in view.gathers(block).items():
+        parameter = view.parameter_plans[ref.name]
+        nbytes = _local_bytes(view, parameter, parameter.layout, at)
+        for phase in ("forward", *(("backward",) if ref in again else ())):
+            yield _collective(CollectiveOp.ALL_GATHER, nbytes, shard.axes, phase, parameter.fqn)
 
 
 def _inner(
@@ -173,28 +188,68 @@ def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
 
 
 def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Collective]:
-    """Gradient sums after the last backward: buckets over axes, then tied parameters."""
-    mesh = view.mesh
-    entries = []
+    """Gradient sums after the last backward: buckets over axes, then tied parameters; and the
+    updated weights of which every rank keeps more than it updates."""
     owners: Counter[str] = Counter(p.fqn for s in view.plan.stages for p in s.parameters)
-    tied = []
-    for parameter in stage.parameters:
-        if not parameter.trainable:
-            continue
-        shape = local_shape(parameter.shape, parameter.layout, mesh.sizes, at)
-        nbytes = prod(shape) * DTYPE_BYTES[parameter.dtype]
-        axes = tuple(
+    trainable = [p for p in stage.parameters if p.trainable]
+    entries = {p.fqn: _gradient(view, p, at) for p in trainable}
+    # A weight that blocks gather is reduced by itself, where the backward is done with it.
+    gathered = [p.fqn for p in trainable if p.zero == 3]
+    together = [entry for name, entry in entries.items() if name not in gathered]
+    for bucket in (*buckets(together), *(b for name in gathered for b in buckets([entries[name]]))):
+        value = _bucket_name(bucket, "gradients")
+        if bucket.scatter:
+            yield _collective(
+                CollectiveOp.REDUCE_SCATTER, bucket.nbytes, bucket.scatter, "sync", value
+            )
+        nbytes = bucket.shard_nbytes if bucket.scatter else bucket.nbytes
+        if bucket.rest and nbytes:
+            yield _collective(CollectiveOp.ALL_REDUCE, nbytes, bucket.rest, "sync", value)
+    for parameter in trainable:
+        if owners[parameter.fqn] > 1:
+            nbytes = _local_bytes(view, parameter, stored_layout(parameter), at)
+            if nbytes:
+                yield _collective(CollectiveOp.ALL_REDUCE, nbytes, ("tied",), "sync", parameter.fqn)
+    for bucket in buckets(_updated(view, p, at) for p in trainable if p.zero in (1, 2)):
+        value = _bucket_name(bucket, "weights")
+        yield _collective(CollectiveOp.ALL_GATHER, bucket.nbytes, bucket.axes, "update", value)
+
+
+def _bucket_name(bucket: Bucket, what: str) -> str:
+    return bucket.names[0] if len(bucket.names) == 1 else f"{len(bucket.names)} {what}"
+
+
+def _gradient(view: ModelView, parameter: ParameterPlan, at: tuple[int, ...]) -> GradientEntry:
+    """What is to be summed of a parameter's gradient."""
+    mesh, shard = view.mesh, zero_shard(parameter, view.mesh.axes)
+    return GradientEntry(
+        name=parameter.fqn,
+        nbytes=_local_bytes(view, parameter, parameter.layout, at),
+        dtype=parameter.dtype,
+        axes=tuple(
             axis
             for axis, size, placement in zip(mesh.axes, mesh.sizes, parameter.layout, strict=True)
             if placement == R_STAR and size > 1
-        )
-        entries.append(
-            GradientEntry(name=parameter.fqn, nbytes=nbytes, dtype=parameter.dtype, axes=axes)
-        )
-        if owners[parameter.fqn] > 1:
-            tied.append((parameter.fqn, nbytes))
-    for bucket in buckets(entries):
-        value = bucket.names[0] if len(bucket.names) == 1 else f"{len(bucket.names)} gradients"
-        yield _collective(CollectiveOp.ALL_REDUCE, bucket.nbytes, bucket.axes, "sync", value)
-    for fqn, nbytes in tied:
-        yield _collective(CollectiveOp.ALL_REDUCE, nbytes, ("tied",), "sync", fqn)
+        ),
+        scatter=shard.axes if shard else (),
+        shard_nbytes=_local_bytes(view, parameter, parameter.stored, at) if shard else 0,
+        early=parameter.zero >= 2,
+    )
+
+
+def _updated(view: ModelView, parameter: ParameterPlan, at: tuple[int, ...]) -> GradientEntry:
+    """What is to be gathered of a weight after the optimizer's step."""
+    shard = zero_shard(parameter, view.mesh.axes)
+    return GradientEntry(
+        name=parameter.fqn,
+        nbytes=_local_bytes(view, parameter, parameter.layout, at),
+        dtype=parameter.dtype,
+        axes=shard.axes if shard else (),
+    )
+
+
+def _local_bytes(
+    view: ModelView, parameter: ParameterPlan, layout: Layout, at: tuple[int, ...]
+) -> int:
+    shape = local_shape(parameter.shape, layout, view.mesh.sizes, at)
+    return prod(shape) * DTYPE_BYTES[parameter.dtype]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -100,6 +100,31 @@ def state_bytes(numel_local: int, trainable: bool, dtype: str, training: Trainin
             precision.param_dtype,
             master=precision.master,
         ),
+    )
+
+
+def total_bytes(states: Iterable[StateBytes]) -> StateBytes:
+    """The state of several parameters together, by term."""
+    return StateBytes(*map(sum, zip(StateBytes(weights=0), *states, strict=True)))
+
+
+def zero_bytes(
+    whole: StateBytes, shard: StateBytes, level: int, *, accumulates: bool = False
+) -> StateBytes:
+    """State of a parameter at a ZeRO level, from that of the whole and that of a rank's shard.
+
+    Level 1 splits master weight and optimizer state, 2 also the gradient, 3 also the weight
+    (Rajbhandari et al. 2020, figure 1). Without master weights the shard that levels 1 and 2 update
+    is a copy of a part of the weight, and counted as one. Where gradients of several micro-batches
+    accumulate, the buffer they add up in is whole at every level, since they are reduced once a
+    step.
+    """
+    copied = level in (1, 2) and not whole.master
+    return StateBytes(
+        weights=shard.weights if level == 3 else whole.weights,
+        gradients=shard.gradients if level >= 2 and not accumulates else whole.gradients,
+        master=shard.weights if copied else shard.master if level else whole.master,
+        optimizer=shard.optimizer if level else whole.optimizer,
     )
 
 

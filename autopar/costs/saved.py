@@ -146,6 +146,23 @@ def saved_refs(
     return SavedSet(values=values, extras=tuple(extras), kept=tuple(pairs), assumed=tuple(assumed))
 
 
+def kept_parameters(
+    nodes: Sequence[OpNode],
+    specs: Mapping[Ref, TensorSpec],
+    differentiable: Set[Ref],
+    parameters: Collection[Ref],
+    *,
+    storage: StorageMap | None = None,
+    device_kind: str = "cuda",
+) -> frozenset[Ref]:
+    """The `parameters` whose values, or views of them, the backward of `nodes` reads.
+
+    A bias is not among them, nor the table of an embedding; see `saved_refs`.
+    """
+    found = saved_refs(nodes, specs, differentiable, storage=storage, device_kind=device_kind)
+    return frozenset(value.ref for value in found.values if value.ref in parameters)
+
+
 def _kept(context: _Context) -> _Kept:
     node, name = context.node, op_name(context.node.target)
     if not node.requires_grad or not any(context.needs):

@@ -107,16 +107,18 @@ def _stages(a: Plan, b: Plan) -> str:
         cells: list[tuple[str, ...]] = []
         for stage in (old, new):
             if stage is None:
-                cells.append((_ABSENT, _ABSENT, _ABSENT, _ABSENT))
+                cells.append((_ABSENT,) * 5)
                 continue
             recomputed = spans(block.index for block in stage.blocks if block.recompute)
             blocks = spans(block.index for block in stage.blocks)
             peak = amount(peak_bytes(stage))
-            cells.append((blocks, spans(stage.ranks), recomputed or "none", peak))
+            levels = sorted({block.zero for block in stage.blocks})
+            zero = ", ".join(map(str, levels)) if any(levels) else ""
+            cells.append((blocks, spans(stage.ranks), recomputed or "none", zero, peak))
         if cells[0] != cells[1]:
             rows += [(str(index), side, *cell) for side, cell in zip("ab", cells, strict=True)]
-    header = ("stage", "", "blocks", "ranks", "recompute", "memory")
-    return columns(header, rows, left=5) if rows else ""
+    header = ("stage", "", "blocks", "ranks", "recompute", "ZeRO", "memory")
+    return columns(header, rows, left=6) if rows else ""
 
 
 def _layouts(a: Plan, b: Plan) -> str:

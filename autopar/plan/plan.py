@@ -76,12 +76,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPlan:
-    """One block on its stage: which variant runs it, and whether its forward is run again."""
+    """One block on its stage: which variant runs it, whether its forward is run again, and the
+    ZeRO level of its parameters, of those that have a higher one than others."""
 
     index: int
     variant: str
     recompute: bool
     module_path: str
+    zero: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

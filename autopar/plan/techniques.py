@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.collective import CollectiveOp
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.plan.check import shared_parameters
 from autopar.plan.pipeline import pipeline_text
 from autopar.plan.plan import NodeChoice, ParameterPlan, Plan
 from autopar.plan.text import plural
+from autopar.plan.zero import zero_shard
 
 _MATMULS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "einsum"})
 _EMBEDDINGS = frozenset({"embedding"})
@@ -93,6 +95,7 @@ def _techniques(plan: Plan) -> Iterator[str]:
     for index, axis in enumerate(plan.axes):
         if axis.size > 1:
             yield from _axis_techniques(plan, index)
+    yield from _sharded_state(plan)
     recomputed = sum(block.recompute for stage in plan.stages for block in stage.blocks)
     if recomputed:
         blocks = sum(len(stage.blocks) for stage in plan.stages)
@@ -112,13 +115,43 @@ def _axis_techniques(plan: Plan, index: int) -> Iterator[str]:
         outputs = {layout[index] for c in _choices(plan) for layout in c.outputs}
         samples = Shard(0) in outputs
         kind = "data parallelism" if samples else "replication"
-        yield f"{kind} over {axis.name} {axis.size}: parameters replicated, gradients summed"
+        sharded = any(p.zero == 3 and isinstance(p.stored[index], Shard) for p in weights)
+        what = "samples split" if sharded else "parameters replicated"
+        yield f"{kind} over {axis.name} {axis.size}: {what}, gradients summed"
         return
     yield from _tensor_parallelism(plan, index)
     yield from _activations(plan, index)
     names = _replicated_weights(plan, index)
     if names:
         yield f"replicated over {axis.name}: {', '.join(names)}"
+
+
+_ZERO = {
+    1: "ZeRO-1 (optimizer state sharded)",
+    2: "ZeRO-2 (optimizer state and gradients sharded)",
+    3: "ZeRO-3 / FSDP (weights, gradients and optimizer state sharded)",
+}
+
+
+def _sharded_state(plan: Plan) -> Iterator[str]:
+    """ZeRO by level and axes, in how many blocks where it is not all of them."""
+    blocks: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    for stage in plan.stages:
+        names = [axis.name for axis in plan.axes]
+        over = {p.zero: found.axes for p in stage.parameters if (found := zero_shard(p, names))}
+        blocks.update((b.zero, over[b.zero]) for b in stage.blocks if b.zero in over)
+    whole = sum(len(stage.blocks) for stage in plan.stages)
+    for (level, axes), count in sorted(blocks.items()):
+        where = " x ".join(f"{name} {plan.axis(name)}" for name in axes)
+        copies = [
+            f"{axis.name} {axis.size}"
+            for axis in plan.axes
+            if axis.name in BATCH_AXES and axis.name not in axes and axis.size > 1
+        ]
+        text = f"{_ZERO[level]} over {where}"
+        if copies:
+            text = f"hybrid sharding (HSDP): {text}, copies over {' x '.join(copies)}"
+        yield text if count == whole else f"{text} in {count} of {plural(whole, 'block')}"
 
 
 def _tensor_parallelism(plan: Plan, index: int) -> Iterator[str]:

@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout, R, Shard
 from autopar.plan.plan import ParameterPlan
-
-BATCH_AXES = ("data", "shard")
-"""Mesh axes that split the samples, outermost first; state may be split over them."""
 
 LEVELS = {
     1: "optimizer state",

@@ -20,6 +20,7 @@ from autopar.search.options import ClassOption
 from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
+from autopar.search.state import PREFETCHED, held_bytes
 
 
 def stage_terms(
@@ -32,19 +33,19 @@ def stage_terms(
 ) -> Terms:
     """Memory of a stage by term, in bytes per rank; `held` micro-batches are in flight.
 
-    A parameter that several of the stage's blocks read is held once.
+    A parameter that several of the stage's blocks read is held once. `gathered` are weights that
+    lie in shards, whole for the blocks that need them now; `unreduced` whole gradients that are
+    about to become shards.
     """
     states = [0.0, 0.0, 0.0, 0.0]
     seen: set[str] = set()
     for block, option in zip(blocks, options, strict=True):
-        cost = pricer.parameter_state(block, option.layouts, grid, skip=seen)
-        for i, part in enumerate((cost.weights, cost.gradients, cost.master, cost.optimizer)):
+        for i, part in enumerate(held_bytes(pricer, block, option.states, grid, skip=seen)):
             states[i] += part
         seen |= {ref.name for ref in block.parameters}
     again = [option for option in options if option.recompute]
     kept = [option for option in options if not option.recompute]
-    transients = [option.cost.transient_bytes for option in options]
-    peak = max(range(len(options)), key=lambda i: options[i].transient_bytes)
+    peak = max(options, key=lambda option: option.transient_bytes)
     return (
         ("weights", states[0]),
         ("gradients", states[1]),
@@ -52,8 +53,10 @@ def stage_terms(
         ("optimizer", states[3]),
         ("activations", float(held * sum(option.saved_bytes for option in kept))),
         ("boundary", float(held * sum(option.saved_bytes for option in again))),
-        ("transient", float(transients[peak])),
-        ("recompute", float(options[peak].transient_bytes - transients[peak])),
+        ("transient", float(peak.cost.transient_bytes)),
+        ("recompute", float(peak.cost.saved_bytes if peak.recompute else 0)),
+        ("gathered", float(PREFETCHED * peak.state.gathered_bytes)),
+        ("unreduced", float(peak.state.unreduced_bytes)),
         ("communication", float(message_bytes(pricer, grid))),
         (
             "reserve",
@@ -62,16 +65,19 @@ def stage_terms(
     )
 
 
-def variants(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], list[ClassOption]]:
-    """The distinct shardings that the blocks use, and the option of every block."""
+def variants(
+    pricer: Pricer, staged: Staged
+) -> tuple[tuple[Variant, ...], list[ClassOption], list[str]]:
+    """The distinct sources that the blocks run; the option of every block, and its variant."""
     chain = pricer.setting.chain
     chosen = [
         staged.options[block.class_index][index]
         for block, index in zip(chain.blocks, staged.solution.options, strict=True)
     ]
     found: dict[tuple[int, object], Variant] = {}
+    names = []
     for block, option in zip(chain.blocks, chosen, strict=True):
-        key = (block.class_index, option.choices)
+        key = (block.class_index, _source_key(option))
         if key not in found:
             of_class = sum(1 for class_index, _ in found if class_index == block.class_index)
             block_class = chain.classes[block.class_index]
@@ -82,16 +88,22 @@ def variants(pricer: Pricer, staged: Staged) -> tuple[tuple[Variant, ...], list[
                 digest=block_class.digest,
                 choices=option.choices,
             )
-    return tuple(found.values()), chosen
+        names.append(found[key].name)
+    return tuple(found.values()), chosen, names
+
+
+def _source_key(option: ClassOption) -> object:
+    """What the source of a block depends on: blocks that agree on it run the same file."""
+    gathered = tuple((name, s.stored) for name, s in option.states if s.level == 3)
+    return option.choices, gathered
 
 
 def stage_plans(
     pricer: Pricer, staged: Staged
 ) -> tuple[tuple[Variant, ...], tuple[StagePlan, ...]]:
     """All stages of the plan. Their collectives are listed later, from the same decisions."""
-    found, chosen = variants(pricer, staged)
+    found, chosen, names = variants(pricer, staged)
     grid, chain = staged.grid, pricer.setting.chain
-    names = {(v.class_index, v.choices): v.name for v in found}
     stages = []
     for index, blocks in enumerate(staged.problem.stages(staged.solution.cuts)):
         own = [chain.blocks[b] for b in blocks]
@@ -105,9 +117,10 @@ def stage_plans(
                 blocks=tuple(
                     BlockPlan(
                         index=block.index,
-                        variant=names[block.class_index, option.choices],
+                        variant=names[block.index],
                         recompute=option.recompute,
                         module_path=block.module_path,
+                        zero=option.zero,
                     )
                     for block, option in zip(own, options, strict=True)
                 ),
@@ -130,12 +143,12 @@ def _times(
     ahead = boundaries[last] if last < len(boundaries) else ()
     behind = boundaries[blocks[0].index - 1] if blocks[0].index else ()
     return (
-        ("forward", sum(option.cost.forward_s for option in options)),
+        ("forward", sum(option.forward_s for option in options)),
         ("backward", sum(option.backward_s for option in options)),
         ("send_forward", boundary_s(pricer, grid, ahead)[0]),
         ("send_backward", boundary_s(pricer, grid, behind)[1]),
-        ("gradient_sync", sum(option.cost.sync_s for option in options)),
-        ("optimizer", sum(option.cost.optimizer_s for option in options)),
+        ("gradient_sync", sum(option.state.sync_s for option in options)),
+        ("optimizer", sum(option.state.optimizer_s for option in options)),
     )
 
 
@@ -147,10 +160,10 @@ def _parameters(
     found: dict[str, ParameterPlan] = {}
     for block, option in zip(blocks, options, strict=True):
         first = setting.chain.representative(block.class_index)
-        layouts = dict(option.layouts)
+        states = dict(option.states)
         for own, model in zip(block.parameters, first.parameters, strict=True):
             source = setting.sources[own.name]
-            layout = layouts[setting.sources[model.name].fqn]
+            state = states[setting.sources[model.name].fqn]
             shape = tuple(size.const for size in source.spec.shape)
             found.setdefault(
                 source.fqn,
@@ -158,12 +171,14 @@ def _parameters(
                     fqn=source.fqn,
                     shape=shape,
                     dtype=source.spec.dtype,
-                    layout=layout,
+                    layout=state.layout,
                     trainable=source.trainable,
                     buffer=source.kind is not SourceKind.PARAMETER,
                     persistent=source.persistent,
                     tied=source.tied,
-                    shard_sizes=_uneven(shape, layout, grid),
+                    shard_sizes=_uneven(shape, state.layout, grid),
+                    zero=state.level,
+                    stored=state.stored,
                 ),
             )
     shared = list(dict.fromkeys(ref for block in blocks for ref in block.shared))

@@ -10,6 +10,7 @@ from autopar.ir.mesh import CONTEXT, MeshAxis, stage_mesh
 from autopar.search.pins import MESH_DEGREES, Pins
 from autopar.search.pricer import Grid
 from autopar.search.setting import Setting
+from autopar.search.state import FREE_LEVELS
 
 WIDEST_TENSOR = 8
 
@@ -31,7 +32,8 @@ def space_text(setting: Setting) -> str:
         f"tensor up to {widest_tensor(setting)}, context x tensor up to "
         f"{setting.cluster.links[0].span} with one sample a micro-batch; micro-batches of 1, 2, 4, "
         "... samples a data rank, up to all of them; stages of any consecutive blocks; "
-        "per op any placement its rules allow; per block no recompute or all; schedule 1f1b "
+        "per op any placement its rules allow; per block no recompute or all, and ZeRO "
+        f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedule 1f1b "
         "(others where pinned)"
     )
 
@@ -72,6 +74,8 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
             if not _may_split_sequence(setting, context, tensor):
                 continue
             if pins.data not in (None, ranks) or ranks > setting.global_batch:
+                continue
+            if pins.zero and ranks == 1:
                 continue
             for shard in divisors(ranks):
                 if shard != (pins.shard or 1):
@@ -158,6 +162,8 @@ def _no_grid(setting: Setting) -> str:
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         reasons.append(f"the batch cannot be split: {node}: {why}")
+    if pins.zero:
+        reasons.append(f"zero={pins.zero} splits state over data-parallel ranks, at least two")
     if not reasons:
         reasons.append(
             f"every data degree left exceeds the global batch {setting.global_batch}, or no "

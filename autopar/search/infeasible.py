@@ -98,7 +98,7 @@ def _smallest(offered: Sequence[Sequence[ClassOption]], held: int) -> list[Class
     """One option per block for the least sum of what is kept, plus the largest transient."""
 
     def kept(option: ClassOption) -> int:
-        return option.cost.state.terms.total_bytes + held * option.saved_bytes
+        return option.state.held.terms.total_bytes + held * option.saved_bytes
 
     best: tuple[float, list[ClassOption]] = (inf, [])
     for ceiling in {option.transient_bytes for options in offered for option in options}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Ref
@@ -10,23 +10,71 @@ from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.pricer import BlockCost, Grid, Pricer
 from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
+from autopar.search.state import (
+    UNSPLIT,
+    StateCost,
+    States,
+    ZeroChoice,
+    parameter_states,
+    state_cost,
+    zero_choices,
+)
 from solvers.partition import BlockOption
+
+OVERLAPS: dict[str, bool] = {"cuda": True, "cpu": False}
+"""Whether communication runs beside compute, by `DeviceSpec.kind`; other kinds are as `cuda`."""
+
+RECOMPUTES: dict[str | None, tuple[bool, ...]] = {
+    None: (False, True),
+    "none": (False,),
+    "all": (True,),
+}
+"""Whether a block's forward is run again, by the pin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassOption:
-    """One way to run the blocks of a class: a sharding, with or without running forward twice."""
+    """One way to run the blocks of a class: a sharding, with or without running forward twice, and
+    how the state of its parameters lies.
+
+    Weights that lie in shards (ZeRO level 3) are gathered one block ahead, so that gathering hides
+    behind the compute of the block before, taken to be as long as this one's own; only what is
+    longer adds to the time. It does not hide behind other collectives, nor on devices whose
+    communication takes the cores that compute (`OVERLAPS`).
+    """
 
     choices: tuple[NodeChoice, ...]
-    layouts: tuple[tuple[str, Layout], ...]
+    states: States
     recompute: bool
     cost: BlockCost
+    state: StateCost
     bound_s: float
+    overlaps: bool = True
+
+    @property
+    def zero(self) -> int:
+        """The highest ZeRO level of a parameter of the block."""
+        return max((state.level for _, state in self.states), default=0)
+
+    @property
+    def forward_s(self) -> float:
+        """Forward seconds, with the part of gathering weights that does not hide."""
+        return self.cost.forward_s + self._exposed_s(
+            self.state.gather_s, self.cost.forward_compute_s
+        )
 
     @property
     def backward_s(self) -> float:
-        """Backward seconds, with the forward that is run again."""
-        return self.cost.backward_s + (self.cost.forward_s if self.recompute else 0.0)
+        """Backward seconds, with the forward that is run again and gathering that does not hide."""
+        again_s, compute_s = 0.0, self.cost.backward_compute_s
+        gather_s = self.state.gather_again_s
+        if self.recompute:
+            again_s, compute_s = self.cost.forward_s, compute_s + self.cost.forward_compute_s
+            gather_s = self.state.gather_s
+        return self.cost.backward_s + again_s + self._exposed_s(gather_s, compute_s)
+
+    def _exposed_s(self, gather_s: float, compute_s: float) -> float:
+        return max(0.0, gather_s - (compute_s if self.overlaps else 0.0))
 
     @property
     def saved_bytes(self) -> int:
@@ -37,15 +85,15 @@ class ClassOption:
     def transient_bytes(self) -> int:
         """Bytes held while the block runs."""
         again = self.cost.saved_bytes if self.recompute else 0
-        return self.cost.transient_bytes + again
+        return self.cost.transient_bytes + again + self.state.transient_bytes
 
     def as_option(self) -> BlockOption:
         """The option as the partition problem sees it."""
         return BlockOption(
-            time_s=self.cost.forward_s + self.backward_s,
-            static_bytes=float(self.cost.state.terms.total_bytes),
+            time_s=self.forward_s + self.backward_s,
+            static_bytes=float(self.state.held.terms.total_bytes),
             saved_bytes=float(self.saved_bytes),
-            sync_s=self.cost.sync_s + self.cost.optimizer_s,
+            sync_s=self.state.sync_s + self.state.optimizer_s,
             transient_bytes=float(self.transient_bytes),
         )
 
@@ -55,29 +103,33 @@ def class_options(
     grid: Grid,
     class_index: int,
     fixed: Mapping[str, Layout],
-    recompute: str | None,
+    shared: ZeroChoice = UNSPLIT,
 ) -> tuple[ClassOption, ...]:
     """The options of a class that no other option of it beats in time and memory both.
 
     Empty if the pins leave no sharding. `fixed` has layouts of parameters shared with other
-    classes; `recompute` is the pin (`none`, `all`) or None.
+    classes, `shared` the ZeRO choice of those that several blocks read.
     """
-    block = pricer.setting.chain.representative(class_index)
+    setting = pricer.setting
+    block = setting.chain.representative(class_index)
+    prices = pricer.prices(grid)
+    recomputes = RECOMPUTES[setting.pins.recompute]
     found: list[ClassOption] = []
     for sharding in _shardings(pricer, grid, class_index, fixed):
         cost = pricer.cost(block, sharding.choices, dict(sharding.parameters), grid)
-        option = ClassOption(
-            choices=sharding.choices,
-            layouts=sharding.parameters,
-            recompute=False,
-            cost=cost,
-            bound_s=sharding.bound,
-        )
-        if recompute != "all":
-            found.append(option)
-        if recompute != "none":
-            found.append(replace(option, recompute=True))
-    return tuple(_undominated(found))
+        for zero in zero_choices(prices, setting.pins.zero):
+            states = parameter_states(setting, block, sharding.parameters, prices, zero, shared)
+            option = ClassOption(
+                choices=sharding.choices,
+                states=states,
+                recompute=False,
+                cost=cost,
+                state=state_cost(pricer, block, states, grid),
+                bound_s=sharding.bound,
+                overlaps=OVERLAPS.get(pricer.device.kind, True),
+            )
+            found += [replace(option, recompute=recompute) for recompute in recomputes]
+    return undominated(found)
 
 
 def _shardings(
@@ -108,14 +160,15 @@ def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
     return kept
 
 
-def _undominated(options: Iterable[ClassOption]) -> Iterator[ClassOption]:
-    kept: list[ClassOption] = []
+def undominated(options: Iterable[ClassOption]) -> tuple[ClassOption, ...]:
+    """The options that no other is as good as in every respect; of equals the first."""
+    kept: list[tuple[ClassOption, BlockOption]] = []
     for option in options:
         new = option.as_option()
-        others = [other.as_option() for other in kept]
-        if not any(_beats(other, new) for other in others):
-            kept.append(option)
-    yield from kept
+        if not any(_beats(other, new) for _, other in kept):
+            kept = [(known, other) for known, other in kept if not _beats(new, other)]
+            kept.append((option, new))
+    return tuple(option for option, _ in kept)
 
 
 def _beats(a: BlockOption, b: BlockOption) -> bool:

@@ -13,8 +13,9 @@ from autopar.ir.placement import Placement, R, Shard, parse_placement
 MESH_DEGREES = ("pipeline", "data", "context", "tensor")
 DEGREES = (*MESH_DEGREES, "shard", "micro_batches", "micro_batch")
 RECOMPUTE = ("none", "all")
+ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
-CHOICES = ("schedule", "sequence", "recompute")
+CHOICES = ("schedule", "sequence", "recompute", "zero")
 KEYS = (*DEGREES, "schedule", "sequence", "recompute", "zero", "weight:NAME", "boundary")
 _SHOWN = 8
 
@@ -24,7 +25,8 @@ class Pins:
     """What is fixed; None or empty where the search is free.
 
     `data` is the data-parallel degree in all, `shard` the part of it on the inner axis. `sequence`
-    tells whether the tensor axis splits the sequence between blocks.
+    tells whether the tensor axis splits the sequence between blocks. `zero` is the ZeRO level of
+    all blocks; parameters of several blocks are at most level 1.
 
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
     module paths that must start a stage.
@@ -40,6 +42,7 @@ class Pins:
     micro_batch: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    zero: int | None = None
     weights: tuple[tuple[str, Placement], ...] = ()
     boundaries: tuple[str, ...] = ()
 
@@ -76,15 +79,13 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
         "schedule": _one_of(tuple(schedules)),
         "recompute": _one_of(RECOMPUTE),
         "sequence": _one_of(SEQUENCE),
+        "zero": lambda key, value: int(_one_of(ZERO)(key, value)),
     }
     for key, value in pairs:
         if key.startswith("weight:"):
             _add_weight(weights, key.removeprefix("weight:"), value)
         elif key == "boundary":
             boundaries.append(value)
-        elif key == "zero":
-            if value != "0":
-                raise InputError(f"pin zero={value}: only zero=0 (no sharded state) can be run")
         elif key in parsers:
             parsed = parsers[key](key, value)
             if fields.setdefault(key, parsed) != parsed:

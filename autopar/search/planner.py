@@ -10,7 +10,7 @@ from math import inf
 
 from autopar.costs.memory import reserve_bytes
 from autopar.errors import InfeasiblePlan
-from autopar.ir.graph import Ref, SourceKind
+from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.grids import grids
 from autopar.search.infeasible import explain_infeasible, explain_unsplittable
@@ -19,6 +19,13 @@ from autopar.search.pricer import Grid, Pricer
 from autopar.search.setting import Setting
 from autopar.search.sharding import solve_sharding
 from autopar.search.stages import Staged, partition_problem, solve_stages, stage_ranks
+from autopar.search.state import (
+    UNSPLIT,
+    ZeroChoice,
+    least_state_bytes,
+    shared_choices,
+    zero_choices,
+)
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.solution import Status
 
@@ -54,7 +61,6 @@ class Planner:
     pricer: Pricer = field(init=False)
     _bounds: dict[object, float] = field(default_factory=dict)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
-    _state_bytes: float | None = None
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
@@ -174,18 +180,12 @@ class Planner:
     def _state_may_fit(self, grid: Grid) -> bool:
         """Whether one share of every parameter's state fits the stages' memory put together."""
         setting = self.setting
-        if self._state_bytes is None:
-            self._state_bytes = sum(
-                self.pricer.state_factor(source) * source.spec.nbytes(0)
-                for source in setting.graph.sources
-                if source.kind is SourceKind.PARAMETER
-            )
         firsts = [stage_ranks(grid, stage)[0] for stage in range(grid.pipeline)]
         room = sum(
             setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
             for rank in firsts
         )
-        return self._state_bytes / grid.tensor <= room
+        return least_state_bytes(self.pricer, grid) <= room
 
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
@@ -205,9 +205,9 @@ class Planner:
 
         Those that provably take `limit_s` or more are left out.
         """
-        for fixed in self._fixings(grid):
+        for fixed, shared in product(self._fixings(grid), self._shared_zeros(grid)):
             options = {
-                c.index: self._class_options(grid, c.index, fixed)
+                c.index: self._class_options(grid, c.index, fixed, shared)
                 for c in self.setting.chain.classes
             }
             if all(options.values()):
@@ -215,17 +215,23 @@ class Planner:
                 if limit_s == inf or lower_bound(problem) < limit_s:
                     yield solve_stages(self.pricer, grid, options, problem)
 
+    def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
+        """The ZeRO choices for the parameters that several blocks read, which must agree."""
+        if not self.setting.shared_parameters:
+            return (UNSPLIT,)
+        return shared_choices(zero_choices(self.pricer.prices(grid), self.setting.pins.zero))
+
     def _class_options(
-        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
+        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], shared: ZeroChoice
     ) -> tuple[ClassOption, ...]:
         block = self.setting.chain.representative(class_index)
         names = {self.setting.sources[ref.name].fqn for ref in block.parameters}
         relevant = {name: layout for name, layout in fixed.items() if name in names}
-        key = (grid, class_index, tuple(sorted(relevant.items())))
+        if not self.setting.shared_positions[class_index]:
+            shared = UNSPLIT
+        key = (grid, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
-            self._options[key] = class_options(
-                self.pricer, grid, class_index, relevant, self.setting.pins.recompute
-            )
+            self._options[key] = class_options(self.pricer, grid, class_index, relevant, shared)
         return self._options[key]
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
@@ -235,7 +241,7 @@ class Planner:
         of the class's fastest sharding.
         """
         per_name = []
-        for ref, classes in self._shared_parameters().items():
+        for ref, classes in self.setting.shared_parameters.items():
             name = self.setting.sources[ref.name].fqn
             offered = [self._offered(grid, class_index, ref) for class_index in sorted(classes)]
             common = sorted(set.intersection(*offered), key=str)
@@ -258,16 +264,3 @@ class Planner:
         solved = solve_sharding(space, self.pricer.prices(grid), backend=self.setting.backend)
         name = self.setting.sources[ref.name].fqn
         return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]
-
-    def _shared_parameters(self) -> dict[Ref, set[int]]:
-        """Parameters that are read by more than one block, with the classes of the blocks."""
-        readers: dict[Ref, list[int]] = {}
-        for block in self.setting.chain.blocks:
-            for ref in block.parameters:
-                readers.setdefault(ref, []).append(block.class_index)
-        sources = self.setting.sources
-        return {
-            ref: set(classes)
-            for ref, classes in readers.items()
-            if len(classes) > 1 and sources[ref.name].kind is SourceKind.PARAMETER
-        }

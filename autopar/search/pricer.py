@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.costs.collectives import ClusterCollectives
 from autopar.costs.compute import op_time
 from autopar.costs.local_op import LocalOp, local_op
-from autopar.costs.memory import StateBytes, state_bytes
-from autopar.costs.optimizer_state import optimizer_step_bytes
-from autopar.costs.saved import SavedSet, saved_refs
+from autopar.costs.memory import state_bytes
+from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
 from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
+from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source, SourceKind
 from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis, batch_size
 from autopar.ir.placement import Layout, Placement, R, Shard
@@ -90,16 +90,15 @@ class Grid:
 class BlockCost:
     """What one way to run a block costs, without and with running its forward again.
 
-    Seconds are per micro-batch, but for `sync_s` and `optimizer_s`, which are per step. Bytes are
-    per rank: `state` (weights, gradients, master weights, optimizer state), `saved_bytes` and
-    `input_bytes` per micro-batch in flight, `transient_bytes` while the block runs.
+    Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank:
+    `saved_bytes` and `input_bytes` per micro-batch in flight, `transient_bytes` while the block
+    runs. What its parameters cost besides is in `search.state`.
     """
 
     forward_s: float
     backward_s: float
-    sync_s: float
-    optimizer_s: float
-    state: StateBytes
+    forward_compute_s: float
+    backward_compute_s: float
     saved_bytes: int
     input_bytes: int
     transient_bytes: int
@@ -117,10 +116,12 @@ class Pricer:
     _times: dict[LocalOp, tuple[float, float, bool]] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
+    _kept_parameters: dict[int, frozenset[Ref]] = field(default_factory=dict)
     _prices: dict[object, Prices] = field(default_factory=dict)
     _links: dict[tuple[tuple[str, ...], tuple[int, ...]], CollectiveTime] = field(
         default_factory=dict
     )
+    _joined: dict[object, CollectiveTime] = field(default_factory=dict)
     _moves: dict[object, dict[object, float]] = field(default_factory=dict)
 
     @property
@@ -235,6 +236,17 @@ class Pricer:
             )
         return self._prices[key]
 
+    def joined_s(self, grid: Grid, op: CollectiveOp, nbytes: float, axes: tuple[str, ...]) -> float:
+        """Seconds of a collective over mesh axes together; several must be neighbours."""
+        if len(axes) <= 1:
+            return self.prices(grid).collective(op, nbytes, axes[0]) if axes else 0.0
+        key = (grid.sizes, axes)
+        if key not in self._joined:
+            self._joined[key] = ClusterCollectives(
+                self.setting.cluster, _joined_axes(grid.axes(), axes)
+            ).time_s
+        return self._joined[key](op, nbytes, "+".join(axes))
+
     def local(self, node: OpNode, option: Option | NodeChoice, prices: Prices) -> LocalOp:
         """A node on the local shapes of an option."""
         inputs = node.inputs()
@@ -286,6 +298,20 @@ class Pricer:
             )
         return self._saved[block.index]
 
+    def kept_parameters(self, block: Block) -> frozenset[Ref]:
+        """The parameters whose values a block's backward reads."""
+        if block.index not in self._kept_parameters:
+            setting = self.setting
+            self._kept_parameters[block.index] = kept_parameters(
+                setting.block_nodes(block),
+                setting.specs,
+                setting.differentiable,
+                block.parameters,
+                storage=setting.storage,
+                device_kind=self.device.kind,
+            )
+        return self._kept_parameters[block.index]
+
     def state_factor(self, source: Source) -> float:
         """Bytes held for a parameter per byte of its value: gradient and optimizer state too."""
         state = state_bytes(1024, source.trainable, source.spec.dtype, self.setting.training)
@@ -303,23 +329,23 @@ class Pricer:
         nodes = setting.block_nodes(block)
         flow = self._flow(block, nodes, choices, layouts, grid)
         forward = backward = 0.0
+        compute = (0.0, 0.0)
         measured = 0
         for node, choice in zip(nodes, choices, strict=True):
             op_forward, op_backward, known = self.op_seconds(self.local(node, choice, prices))
             inner = prices.inner_s(node, self._option(node, choice, grid))
+            compute = (compute[0] + op_forward, compute[1] + op_backward)
             forward, backward = forward + op_forward + inner[0], backward + op_backward + inner[1]
             measured += known
         for move in flow.moves():
             moved = prices.move_s(move)
             forward, backward = forward + moved[0], backward + moved[1]
         saved, inputs, transient = self._activations(block, choices, flow, prices)
-        sync, optimizer = self._updates(block, layouts, prices)
         return BlockCost(
             forward_s=forward,
             backward_s=backward,
-            sync_s=sync,
-            optimizer_s=optimizer,
-            state=self.parameter_state(block, tuple(layouts.items()), grid),
+            forward_compute_s=compute[0],
+            backward_compute_s=compute[1],
             saved_bytes=saved,
             input_bytes=inputs,
             transient_bytes=transient,
@@ -373,54 +399,10 @@ class Pricer:
         )
         return kept, inputs, transient.peak_bytes + storages.copied_bytes
 
-    def parameter_state(
-        self,
-        block: Block,
-        layouts: Sequence[tuple[str, Layout]],
-        grid: Grid,
-        *,
-        skip: Collection[str] = (),
-    ) -> StateBytes:
-        """State held for a block's parameters; those whose source is in `skip` are not counted.
 
-        `layouts` name the parameters of the first block of the class.
-        """
-        first = self.setting.chain.representative(block.class_index)
-        by_name = dict(layouts)
-        prices, terms = self.prices(grid), StateBytes(weights=0).terms
-        for ref, model in zip(block.parameters, first.parameters, strict=True):
-            if ref.name not in skip:
-                layout = by_name[self.setting.sources[model.name].fqn]
-                terms += self._state(ref, layout, prices).terms
-        return StateBytes(
-            weights=terms.weights_bytes,
-            gradients=terms.gradients_bytes,
-            master=terms.master_bytes,
-            optimizer=terms.optimizer_bytes,
-        )
-
-    def _state(self, ref: Ref, layout: Layout, prices: Prices) -> StateBytes:
-        source = self.setting.sources[ref.name]
-        numel = prod(prices.local_shape(ref, layout))
-        return state_bytes(numel, source.trainable, source.spec.dtype, self.setting.training)
-
-    def _updates(
-        self, block: Block, layouts: Mapping[str, Layout], prices: Prices
-    ) -> tuple[float, float]:
-        """Seconds to sum the gradients of a block's parameters and to step them."""
-        setting, sync, moved = self.setting, 0.0, 0
-        training, precision = setting.training, setting.training.precision
-        for ref in block.parameters:
-            source = setting.sources[ref.name]
-            layout = layouts[source.fqn]
-            if source.trainable:
-                sync += prices.sync_s(ref, layout)
-                moved += optimizer_step_bytes(
-                    training.optimizer,
-                    training.optimizer_kwargs,
-                    prod(prices.local_shape(ref, layout)),
-                    precision.param_dtype,
-                    precision.grad_dtype,
-                    master=precision.master,
-                )
-        return sync, moved / self.device.memory_bandwidth_bytes_s
+def _joined_axes(axes: Sequence[Axis], names: tuple[str, ...]) -> list[Axis]:
+    """The axes with those in `names`, which are neighbours, made one."""
+    inner = next(axis for axis in axes if axis.name == names[-1])
+    size = prod(axis.size for axis in axes if axis.name in names)
+    joined = Axis(name="+".join(names), size=size, stride=inner.stride)
+    return [joined, *(axis for axis in axes if axis.name not in names)]

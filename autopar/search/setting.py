@@ -11,7 +11,7 @@ from autopar.costs.memory import Training
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
-from autopar.ir.graph import OpNode, Ref
+from autopar.ir.graph import OpNode, Ref, SourceKind
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout
 from autopar.plan.flow import shared_layouts
@@ -68,6 +68,32 @@ class Setting(GraphFacts):
         if not carried or any(ref not in self.sequence for ref in carried):
             return 0
         return min(self.specs[ref].shape[self.sequence[ref]].const for ref in carried)
+
+    @cached_property
+    def shared_parameters(self) -> Mapping[Ref, frozenset[int]]:
+        """Parameters that are read by more than one block, with the classes of the blocks."""
+        readers: dict[Ref, list[int]] = {}
+        for block in self.chain.blocks:
+            for ref in block.parameters:
+                readers.setdefault(ref, []).append(block.class_index)
+        return {
+            ref: frozenset(classes)
+            for ref, classes in readers.items()
+            if len(classes) > 1 and self.sources[ref.name].kind is SourceKind.PARAMETER
+        }
+
+    @cached_property
+    def shared_positions(self) -> tuple[frozenset[int], ...]:
+        """For every class the positions of parameters that some other block than its own reads."""
+        return tuple(
+            frozenset(
+                position
+                for index in block_class.members
+                for position, ref in enumerate(self.chain.blocks[index].parameters)
+                if ref in self.shared_parameters
+            )
+            for block_class in self.chain.classes
+        )
 
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""

@@ -11,6 +11,7 @@ from autopar.costs.memory import (
     Training,
     reserve_bytes,
     state_bytes,
+    zero_bytes,
 )
 from autopar.costs.optimizer_state import (
     OPTIMIZERS,
@@ -39,6 +40,37 @@ def training(precision, optimizer="adamw", **options):
 def test_adam_state_of_a_parameter(precision, each):
     found = state_bytes(1000, True, "float32", training(precision))
     assert tuple(found) == tuple(1000 * size for size in each)
+
+
+ZERO = {
+    # (precision, level, gradients accumulate): bytes a parameter over d = 8 ranks
+    ("fp32", 0, False): (4, 4, 0, 8),
+    ("fp32", 1, False): (4, 4, 4 / 8, 8 / 8),
+    ("fp32", 2, False): (4, 4 / 8, 4 / 8, 8 / 8),
+    ("fp32", 3, False): (4 / 8, 4 / 8, 0, 8 / 8),
+    ("bf16", 0, False): (2, 2, 4, 8),
+    ("bf16", 1, False): (2, 2, 4 / 8, 8 / 8),
+    ("bf16", 2, False): (2, 2 / 8, 4 / 8, 8 / 8),
+    ("bf16", 3, False): (2 / 8, 2 / 8, 4 / 8, 8 / 8),
+    ("bf16", 2, True): (2, 2, 4 / 8, 8 / 8),
+    ("bf16", 3, True): (2 / 8, 2, 4 / 8, 8 / 8),
+}
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_zero_divides_state_gradients_and_weights(case):
+    """ZeRO (Rajbhandari et al. 2020): 2 + 2 + 12/d, 2 + 14/d and 16/d bytes with Adam and bf16."""
+    precision, level, accumulates = case
+    whole, shard = (
+        state_bytes(count, True, "float32", training(precision)) for count in (8000, 1000)
+    )
+    found = zero_bytes(whole, shard, level, accumulates=accumulates)
+    assert tuple(found) == tuple(8000 * each for each in ZERO[case])
+
+
+def test_frozen_weights_are_split_at_level_3():
+    whole, shard = (state_bytes(n, False, "float32", training("fp32")) for n in (8000, 1000))
+    assert tuple(zero_bytes(whole, shard, 3)) == (4000, 0, 0, 0)
 
 
 def test_gpt3_weights_and_adam_state():

@@ -526,7 +526,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         ("recompute", "all"),
         ("weight:b", "S(0:4|4)"),
         ("micro_batches", "4"),
-        ("zero", "0"),
+        ("zero", "2"),
         ("schedule", "gpipe"),
     ]
     pins = parse_pins(pairs, SCHEDULES)
@@ -535,6 +535,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         micro_batches=4,
         schedule="gpipe",
         recompute="all",
+        zero=2,
         weights=(("a", S1), ("b", Shard(0, (4, 4)))),
         boundaries=("layers.2",),
     )
@@ -543,6 +544,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         ("micro_batches", "4"),
         ("schedule", "gpipe"),
         ("recompute", "all"),
+        ("zero", "2"),
         ("weight:a", "S(1)"),
         ("weight:b", "S(0:4|4)"),
         ("boundary", "layers.2"),
@@ -559,7 +561,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         ([("weight:a", "Q")], "weight:a=Q: not a placement"),
         ([("weight:a", "R*")], r"weight:a=R\*: a parameter is stored as R or S"),
         ([("data", "0")], "data=0: expected a whole number of at least 1"),
-        ([("zero", "3")], "zero=3: only zero=0"),
+        ([("zero", "4")], "zero=4: expected one of 0, 1, 2, 3"),
         ([("recompute", "some")], "recompute=some: expected one of none, all"),
         ([("pipline", "2")], "unknown pin 'pipline'; did you mean pipeline?"),
         ([("q", "2")], "known pins: pipeline, data, context, tensor"),

@@ -1,0 +1,274 @@
+"""What the parameters of a block cost under a ZeRO level: state held, gradients summed, weights
+gathered.
+
+| level | split over the axes        | once a step                | once a micro-batch           |
+|-------|----------------------------|----------------------------|------------------------------|
+| 0     | nothing                    | all-reduce                 |                              |
+| 1, 2  | optimizer state; gradients | reduce-scatter, all-gather |                              |
+| 3     | weights too                | reduce-scatter             | all-gather forward, backward |
+
+On axes that hold copies of a shard (hybrid sharding) the reduced shard is all-reduced. Gradients of
+several micro-batches add up in a whole buffer, since they are reduced once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
+from autopar.costs.optimizer_state import optimizer_step_bytes
+from autopar.ir.blocks import Block
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import Ref, Source, SourceKind
+from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.placement import R_STAR, Layout
+from autopar.plan.zero import shard_layout
+from autopar.search.pricer import Grid, Pricer
+from autopar.search.prices import Prices
+from autopar.search.setting import Setting
+
+FREE_LEVELS = (0, 1, 2, 3)
+"""ZeRO levels that are searched where none is pinned."""
+
+PREFETCHED = 2
+"""Blocks whose gathered weights exist at once: one that runs, and the next one's on their way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class ZeroChoice:
+    """A ZeRO level and the batch axes that it splits over; level 0 splits nothing."""
+
+    level: int = 0
+    over: tuple[str, ...] = ()
+
+
+UNSPLIT = ZeroChoice()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterState:
+    """The layout in which ops read a parameter, its ZeRO level and its layout between steps (empty:
+    the same)."""
+
+    layout: Layout
+    level: int = 0
+    stored: Layout = ()
+
+
+States = tuple[tuple[str, ParameterState], ...]
+"""By the names of the parameters of the first block of a class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateCost:
+    """What a block's parameters cost besides the block's own run.
+
+    `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
+    `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gather_s` to
+    gather the weights for a forward of a micro-batch, `gather_again_s` to gather those that the
+    backward reads; `sync_s` and `optimizer_s` per step.
+    """
+
+    held: StateBytes
+    gathered_bytes: int
+    unreduced_bytes: int
+    gather_s: float
+    gather_again_s: float
+    sync_s: float
+    optimizer_s: float
+
+    @property
+    def transient_bytes(self) -> int:
+        """What exists while the block, or its neighbour, runs."""
+        return PREFETCHED * self.gathered_bytes + self.unreduced_bytes
+
+
+def zero_choices(prices: Prices, pinned: int | None) -> tuple[ZeroChoice, ...]:
+    """The ZeRO choices of a block on a grid, lowest level first: over all batch axes, and over the
+    innermost alone where there are several (hybrid sharding)."""
+    axes = batch_axes(prices)
+    if not axes:
+        return (UNSPLIT,)
+    overs = [axes, *([axes[-1:]] if len(axes) > 1 else [])]
+    levels = FREE_LEVELS if pinned is None else (pinned,)
+    return tuple(
+        dict.fromkeys(
+            ZeroChoice(level=level, over=over if level else ())
+            for level in levels
+            for over in overs
+        )
+    )
+
+
+def shared_choices(choices: Sequence[ZeroChoice]) -> tuple[ZeroChoice, ...]:
+    """The choices for parameters that several blocks read, which are at most level 1."""
+    levels = sorted({min(choice.level, 1) for choice in choices}, reverse=True)
+    widest = max((choice.over for choice in choices), key=len)
+    return tuple(ZeroChoice(level=level, over=widest if level else ()) for level in levels)
+
+
+def batch_axes(prices: Prices) -> tuple[str, ...]:
+    """Axes of several ranks that split the samples."""
+    named = zip(prices.names, prices.sizes, strict=True)
+    return tuple(name for name, size in named if name in BATCH_AXES and size > 1)
+
+
+def parameter_states(
+    setting: Setting,
+    block: Block,
+    layouts: Iterable[tuple[str, Layout]],
+    prices: Prices,
+    zero: ZeroChoice,
+    shared: ZeroChoice,
+) -> States:
+    """How the parameters of a class's first block lie; those of several blocks as `shared` says."""
+    by_name = dict(layouts)
+    several = setting.shared_positions[block.class_index]
+    states = []
+    for position, ref in enumerate(block.parameters):
+        source = setting.sources[ref.name]
+        choice = shared if position in several else zero
+        states.append((source.fqn, _state(source, by_name[source.fqn], prices, choice)))
+    return tuple(states)
+
+
+def _state(source: Source, layout: Layout, prices: Prices, choice: ZeroChoice) -> ParameterState:
+    splits = source.kind is SourceKind.PARAMETER and (source.trainable or choice.level == 3)
+    if not (choice.level and splits):
+        return ParameterState(layout=layout)
+    shape = tuple(size.const for size in source.spec.shape)
+    over = [prices.names.index(name) for name in choice.over]
+    stored = shard_layout(shape, layout, prices.sizes, over, trainable=source.trainable)
+    return ParameterState(layout=layout, level=choice.level if stored else 0, stored=stored)
+
+
+def held_bytes(
+    pricer: Pricer, block: Block, states: States, grid: Grid, *, skip: Collection[str] = ()
+) -> StateBytes:
+    """State held for a block's parameters; those whose source is in `skip` are not counted."""
+    first = pricer.setting.chain.representative(block.class_index)
+    by_name, prices = dict(states), pricer.prices(grid)
+    return total_bytes(
+        _held(pricer, ref, by_name[pricer.setting.sources[model.name].fqn], prices, grid)
+        for ref, model in zip(block.parameters, first.parameters, strict=True)
+        if ref.name not in skip
+    )
+
+
+def _held(
+    pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices, grid: Grid
+) -> StateBytes:
+    source, training = pricer.setting.sources[ref.name], pricer.setting.training
+    whole, shard = (
+        state_bytes(
+            prod(prices.local_shape(ref, layout)), source.trainable, source.spec.dtype, training
+        )
+        for layout in (state.layout, state.stored or state.layout)
+    )
+    return zero_bytes(whole, shard, state.level, accumulates=grid.micro_batches > 1)
+
+
+def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
+    """The cost of the parameters of a class's first block."""
+    setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
+    gathered = unreduced = moved = 0
+    gather_s = again_s = sync_s = 0.0
+    for ref in block.parameters:
+        source = setting.sources[ref.name]
+        state = by_name[source.fqn]
+        if state.level == 3:
+            gathered += prices.local_bytes(ref, state.layout)
+            once_s = _over_s(pricer, grid, CollectiveOp.ALL_GATHER, ref, state)
+            gather_s += once_s
+            again_s += once_s if ref in pricer.kept_parameters(block) else 0.0
+        if source.trainable:
+            sync_s += _sync_s(pricer, grid, ref, state)
+            moved += _optimizer_bytes(pricer, ref, state, prices)
+            if state.level >= 2 and grid.micro_batches == 1:
+                unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
+                    1
+                ]
+    return StateCost(
+        held=held_bytes(pricer, block, states, grid),
+        gathered_bytes=gathered,
+        unreduced_bytes=unreduced,
+        gather_s=gather_s,
+        gather_again_s=again_s,
+        sync_s=sync_s,
+        optimizer_s=moved / pricer.device.memory_bandwidth_bytes_s,
+    )
+
+
+def _optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
+    """Bytes that the optimizer moves to update this rank's share of a parameter."""
+    training = pricer.setting.training
+    precision = training.precision
+    return optimizer_step_bytes(
+        training.optimizer,
+        training.optimizer_kwargs,
+        prod(prices.local_shape(ref, state.stored or state.layout)),
+        precision.param_dtype,
+        precision.grad_dtype,
+        master=precision.master,
+    )
+
+
+def _split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
+    """The axes that split a parameter's state and not the parameter."""
+    if not state.stored:
+        return ()
+    named = zip(prices.names, state.layout, state.stored, strict=True)
+    return tuple(name for name, used, stored in named if used != stored)
+
+
+def _over_s(pricer: Pricer, grid: Grid, op: CollectiveOp, ref: Ref, state: ParameterState) -> float:
+    """Seconds of a collective on the whole local weight over the axes that split its state."""
+    prices = pricer.prices(grid)
+    nbytes = prices.local_bytes(ref, state.layout)
+    return pricer.joined_s(grid, op, nbytes, _split_axes(state, prices))
+
+
+def _sync_s(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
+    """Seconds a step to sum a gradient and, at levels 1 and 2, to gather the updated weight.
+
+    None of it is taken to hide behind the backward.
+    """
+    prices, split = pricer.prices(grid), _split_axes(state, pricer.prices(grid))
+    total = 0.0
+    if split:
+        total += _over_s(pricer, grid, CollectiveOp.REDUCE_SCATTER, ref, state)
+        if state.level < 3:
+            total += _over_s(pricer, grid, CollectiveOp.ALL_GATHER, ref, state)
+    rest = [
+        name
+        for name, placement in zip(prices.names, state.layout, strict=True)
+        if placement == R_STAR and name not in split
+    ]
+    nbytes = prices.local_bytes(ref, state.stored or state.layout)
+    batch = tuple(name for name in rest if name in BATCH_AXES)
+    for axes in (batch, *((name,) for name in rest if name not in BATCH_AXES)):
+        total += pricer.joined_s(grid, CollectiveOp.ALL_REDUCE, nbytes, axes)
+    return total
+
+
+def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
+    """Bytes that no way to lay the parameters' state over the mesh holds less of, on all stages
+    together.
+
+    Every tensor rank and, as far as the ZeRO level goes, every batch rank has its even share.
+    """
+    setting, prices = pricer.setting, pricer.prices(grid)
+    most = max(zero_choices(prices, setting.pins.zero), key=lambda choice: choice.level)
+    degree = prod(
+        size for name, size in zip(prices.names, prices.sizes, strict=True) if name in most.over
+    )
+    whole = total_bytes(
+        state_bytes(s.spec.numel(0), s.trainable, s.spec.dtype, setting.training)
+        for s in setting.graph.sources
+        if s.kind is SourceKind.PARAMETER
+    )
+    shard = StateBytes(*(part // degree for part in whole))
+    least = zero_bytes(whole, shard, most.level, accumulates=grid.micro_batches > 1)
+    return sum(least) / grid.tensor
