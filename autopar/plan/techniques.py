@@ -134,10 +134,11 @@ _ZERO = {
 
 
 def _sharded_state(plan: Plan) -> Iterator[str]:
-    """ZeRO by level and axes, in how many blocks where it is not all of them."""
+    """ZeRO by level and axes; in how many blocks, where it is not all that have parameters."""
+    names = [axis.name for axis in plan.axes]
     blocks: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    everywhere = {p.zero for s in plan.stages for p in s.parameters if p.trainable}
     for stage in plan.stages:
-        names = [axis.name for axis in plan.axes]
         over = {p.zero: found.axes for p in stage.parameters if (found := zero_shard(p, names))}
         blocks.update((b.zero, over[b.zero]) for b in stage.blocks if b.zero in over)
     whole = sum(len(stage.blocks) for stage in plan.stages)
@@ -151,7 +152,7 @@ def _sharded_state(plan: Plan) -> Iterator[str]:
         text = f"{_ZERO[level]} over {where}"
         if copies:
             text = f"hybrid sharding (HSDP): {text}, copies over {' x '.join(copies)}"
-        yield text if count == whole else f"{text} in {count} of {plural(whole, 'block')}"
+        yield text if len(everywhere) == 1 else f"{text} in {count} of {plural(whole, 'block')}"
 
 
 def _tensor_parallelism(plan: Plan, index: int) -> Iterator[str]:
