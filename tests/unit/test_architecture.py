@@ -34,8 +34,9 @@ MAY_IMPORT = {
     "plan": NOUNS | {"schedules"},
     "report": NOUNS | {"plan", "schedules"},
     "search": NOUNS | {"costs", "plan", "rules", "schedules"},
-    # the kernel of a strategy is found again in the rules
-    "codegen": NOUNS | {"plan", "rules"},
+    # the kernel of a strategy is found again in the rules; the list of collectives has the weights
+    # that a backward reads, which the saved activations are priced from
+    "codegen": NOUNS | {"costs", "plan", "rules"},
     # a program brings its plan; the executor runs the plan's own action lists
     "runtime": NOUNS | {"plan", "schedules"},
     "sources": NOUNS,
