@@ -35,11 +35,11 @@ class Rotary(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, head_dim: int, theta: float = 10000.0) -> None:
         super().__init__()
-        self.theta = config.rope_theta
-        self.head_dim = config.head_dim
-        self.register_buffer("inv_freq", torch.empty(config.head_dim // 2), persistent=False)
+        self.theta = theta
+        self.head_dim = head_dim
+        self.register_buffer("inv_freq", torch.empty(head_dim // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -132,7 +132,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.token = Embedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.head = Linear(config.hidden, config.vocab, bias=False)

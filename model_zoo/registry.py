@@ -9,9 +9,11 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor, nn
 
+from model_zoo.deepseek import DeepSeek, DeepSeekConfig
 from model_zoo.gpt import GPT, GPTConfig
 from model_zoo.llama import Llama, LlamaConfig
 from model_zoo.mlp import MLP
+from model_zoo.moe import CapacityConfig, CapacityModel, DroplessConfig, DroplessModel
 
 Batch = dict[str, Tensor]
 """Keyword arguments of the model's forward; the first dim of every tensor is the samples."""
@@ -106,6 +108,30 @@ def _llama(
     )
 
 
+def _moe(
+    name: str,
+    num_parameters: int,
+    source: str,
+    seq_len: int,
+    config: CapacityConfig | DroplessConfig | DeepSeekConfig,
+) -> ModelSpec:
+    def build() -> nn.Module:
+        if isinstance(config, CapacityConfig):
+            return CapacityModel(config)
+        return DroplessModel(config) if isinstance(config, DroplessConfig) else DeepSeek(config)
+
+    return ModelSpec(
+        name=name,
+        family="moe",
+        build=build,
+        example=_token_example(config.vocab, seq_len),
+        default_batch=8,
+        default_seq_len=seq_len,
+        num_parameters=num_parameters,
+        source=source,
+    )
+
+
 _GPT2 = "Radford et al. 2019, Table 2; huggingface.co/openai-community config.json"
 _GPT3 = "Brown et al. 2020, arXiv:2005.14165, Table 2.1"
 _LLAMA2 = "Touvron et al. 2023, arXiv:2307.09288; huggingface.co/meta-llama config.json"
@@ -151,6 +177,60 @@ _LLAMA2_70B = LlamaConfig(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=2867
 _HEADS_16 = "; the table's 24 heads do not divide 2048, its head size 128 gives 16"
 _WIDTH_5120 = "; the table's width 5140 is no multiple of 40 heads, 40 x 128 = 5120"
 
+_SWITCH = "Fedus et al. 2021, arXiv:2101.03961, Table 9; huggingface.co/google config.json"
+_GLAM = "Du et al. 2021, arXiv:2112.06905, Table 4"
+_MIXTRAL = "Jiang et al. 2024, arXiv:2401.04088, Table 1; huggingface.co/mistralai config.json"
+_DEEPSEEK = "DeepSeek-AI 2024, arXiv:2412.19437, section 4.2"
+_QWEN3 = "Yang et al. 2025, arXiv:2505.09388, Table 2; huggingface.co/Qwen config.json"
+_DECODER = "; here one decoder of 24 layers, there an encoder and a decoder of 12 each"
+
+_SWITCH_TINY = CapacityConfig(
+    layers=2, hidden=32, heads=4, head_dim=8, ffn=64, vocab=512, experts=4, top_k=1
+)
+_GLAM_TINY = CapacityConfig(
+    layers=2, hidden=32, heads=4, head_dim=8, ffn=64, vocab=512, experts=4, top_k=2, gated=True
+)
+_MIXTRAL_TINY = DroplessConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=512, experts=4, top_k=2
+)
+_QWEN3_TINY = DroplessConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, ffn=16, vocab=512, experts=8, top_k=4,
+    norm_eps=1e-6, head_norm=True,
+)  # fmt: skip
+_DEEPSEEK_TINY = DeepSeekConfig(
+    layers=3, hidden=32, heads=4, q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8,
+    ffn=64, expert_ffn=16, experts=8, shared_experts=1, top_k=3, groups=4, top_groups=2,
+    dense_layers=1, vocab=512,
+)  # fmt: skip
+_SWITCH_BASE = CapacityConfig(
+    layers=24, hidden=768, heads=12, head_dim=64, ffn=3072, vocab=32128, experts=128, top_k=1
+)
+_GLAM_1T = CapacityConfig(
+    layers=64, hidden=8192, heads=128, head_dim=128, ffn=32768, vocab=256000, experts=64, top_k=2,
+    gated=True,
+)  # fmt: skip
+_MIXTRAL_8X7B = DroplessConfig(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, experts=8,
+    top_k=2,
+)  # fmt: skip
+_MIXTRAL_8X22B = DroplessConfig(
+    layers=56, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=16384, vocab=32000, experts=8,
+    top_k=2,
+)  # fmt: skip
+_QWEN3_30B = DroplessConfig(
+    layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=768, vocab=151936, experts=128,
+    top_k=8, norm_eps=1e-6, head_norm=True,
+)  # fmt: skip
+_QWEN3_235B = DroplessConfig(
+    layers=94, hidden=4096, heads=64, kv_heads=4, head_dim=128, ffn=1536, vocab=151936, experts=128,
+    top_k=8, norm_eps=1e-6, head_norm=True,
+)  # fmt: skip
+_DEEPSEEK_V3 = DeepSeekConfig(
+    layers=61, hidden=7168, heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64,
+    value_dim=128, ffn=18432, expert_ffn=2048, experts=256, shared_experts=1, top_k=8, groups=8,
+    top_groups=4, dense_layers=3, vocab=129280,
+)  # fmt: skip
+
 _MODELS = (
     _mlp("mlp", num_layers=4, hidden=64, default_batch=32, num_parameters=16_640),
     _mlp("mlp_wide", num_layers=8, hidden=1024, default_batch=128, num_parameters=8_396_800),
@@ -181,6 +261,18 @@ _MODELS = (
     _llama3("llama3_8b", 8_030_261_248, layers=32, hidden=4096, heads=32, ffn=14336),
     _llama3("llama3_70b", 70_553_706_496, layers=80, hidden=8192, heads=64, ffn=28672),
     _llama3("llama3_405b", 405_853_388_800, layers=126, hidden=16384, heads=128, ffn=53248),
+    _moe("switch_tiny", 61_728, "ours", 16, _SWITCH_TINY),
+    _moe("glam_tiny", 63_776, "ours", 16, _GLAM_TINY),
+    _moe("mixtral_tiny", 76_192, "ours", 16, _MIXTRAL_TINY),
+    _moe("qwen3_moe_tiny", 70_368, "ours", 16, _QWEN3_TINY),
+    _moe("deepseek_tiny", 81_240, "ours", 16, _DEEPSEEK_TINY),
+    _moe("switch_base_128", 7_411_569_408, _SWITCH + _DECODER, 512, _SWITCH_BASE),
+    _moe("glam_64b_64e", 1_163_853_307_904, _GLAM, 1024, _GLAM_1T),
+    _moe("mixtral_8x7b", 46_702_792_704, _MIXTRAL, 4096, _MIXTRAL_8X7B),
+    _moe("mixtral_8x22b", 140_620_634_112, _MIXTRAL, 4096, _MIXTRAL_8X22B),
+    _moe("qwen3_30b_a3b", 30_532_122_624, _QWEN3, 4096, _QWEN3_30B),
+    _moe("qwen3_235b_a22b", 235_093_634_560, _QWEN3, 4096, _QWEN3_235B),
+    _moe("deepseek_v3", 671_026_404_352, _DEEPSEEK, 4096, _DEEPSEEK_V3),
 )
 
 ZOO: dict[str, ModelSpec] = {spec.name: spec for spec in _MODELS}

@@ -16,6 +16,7 @@ _RANDOM_NAMES = """
     dropout feature_dropout alpha_dropout poisson
 """
 MATMULS = frozenset(f"aten.{name}" for name in _MATMUL_NAMES.split())
+MATMULS |= {"autopar.grouped_mm", "autopar.expert_mm"}
 RANDOM = frozenset(f"aten.{name}" for name in _RANDOM_NAMES.split())
 """Ops that draw random numbers: computed once, in one block, never again in each stage."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.capture.arguments import op_overload
+from autopar.capture.grouped import grouped_mm
 from autopar.ir.graph import Arg, OpGraph, OpNode, Ref
 from autopar.ir.size import Size
 
@@ -32,7 +33,39 @@ def count_valid(target: Tensor, ignore_index: int) -> Tensor:
     return (target != ignore_index).sum().to(torch.float32)
 
 
-OWN_OPS: dict[str, Callable[..., Tensor]] = {
+def route(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices sorted by expert, and how many there are of each, twice."""
+    flat = chosen.flatten()
+    counts = torch.bincount(flat, minlength=experts)
+    return flat.argsort(stable=True), counts, counts
+
+
+def to_experts(rows: Tensor, order: Tensor, counts: Tensor, held: Tensor) -> Tensor:
+    """Rows in sorted order, each as often as its token chose."""
+    return rows[order // (order.numel() // max(1, rows.shape[0]))]
+
+
+def from_experts(slots: Tensor, order: Tensor, counts: Tensor, held: Tensor) -> Tensor:
+    """Rows in the order of the choices."""
+    return torch.zeros_like(slots).index_copy(0, order, slots)
+
+
+def expert_mm(slots: Tensor, weight: Tensor, held: Tensor) -> Tensor:
+    """Every expert's rows times its matrix."""
+    return grouped_mm(slots, weight, held.cumsum(0))
+
+
+def expert_rows(table: Tensor, held: Tensor, order: Tensor) -> Tensor:
+    """The row of its expert for every slot."""
+    return table.repeat_interleave(held, 0)
+
+
+OWN_OPS: dict[str, Callable[..., Any]] = {
+    "autopar.route.default": route,
+    "autopar.to_experts.default": to_experts,
+    "autopar.from_experts.default": from_experts,
+    "autopar.expert_mm.default": expert_mm,
+    "autopar.expert_rows.default": expert_rows,
     "autopar.cross_entropy_sum.default": cross_entropy_sum,
     "autopar.count_valid.default": count_valid,
 }

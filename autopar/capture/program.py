@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from autopar.capture.convert import convert
+from autopar.capture.dispatch import canonical_dispatch
 from autopar.capture.entries import Batch, Entries, read_entries
 from autopar.capture.flatten import flatten
 from autopar.capture.normalize import normalize
@@ -101,9 +102,11 @@ def _captured(
         **input_sources(entries, inputs, sizes),
     }
     nodes, refs = convert(flat, outputs, sources, sizes)
-    specs = _specs([*sources.values(), *state.values()], nodes)
+    state_and_inputs = [*sources.values(), *state.values()]
+    specs = _specs(state_and_inputs, nodes)
     nodes = _live(nodes, refs)
     nodes = normalize(nodes, specs)
+    nodes = _live(canonical_dispatch(nodes, _specs(state_and_inputs, nodes), refs), refs)
     notes: tuple[str, ...] = ()
     if not symbolic:
         notes = (f"batch size is fixed to {entries.samples}: {reason}",)

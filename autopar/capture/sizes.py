@@ -15,6 +15,14 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import DTYPE_BYTES, TensorSpec
 from autopar.ir.size import Size
 
+FIXED_SIZES = (
+    "keep sizes fixed: torch.where, or a one-hot product; for experts the tokens sorted by expert "
+    "and torch.nn.functional.grouped_mm, experts with a capacity, or all experts on all tokens "
+    'under a mask (a Hugging Face model does so with experts_implementation="grouped_mm"); else '
+    "make the part a torch.library.custom_op"
+)
+"""What to do where a size depends on data."""
+
 _BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 
@@ -59,7 +67,7 @@ class SizeReader:
         if unknown:
             raise CaptureError(
                 "a tensor's size depends on the values of a tensor (nonzero, masked selection, "
-                ".item()); keep shapes fixed, for example with torch.where or a one-hot product"
+                f".item()); {FIXED_SIZES}"
             )
         expr = sympy.expand(expr.xreplace(dict.fromkeys(self._symbols, _BATCH)))
         slope = expr.coeff(_BATCH, 1)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from autopar.capture.entries import Entries, example_tensors, model_device
+from autopar.capture.grouped import traceable_grouped_mm
 from autopar.capture.locations import location_of_error
 from autopar.capture.outputs import OutputTree, check_loss, find_loss
+from autopar.capture.sizes import FIXED_SIZES
 from autopar.capture.watch import refuse_module_hooks, watch_silent_drops
 from autopar.errors import CaptureError
 
@@ -89,7 +91,7 @@ def trace(
     dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
     notes: list[str] = []
     try:
-        with watch_silent_drops(notes), _quiet():
+        with watch_silent_drops(notes), traceable_grouped_mm(), _quiet():
             program = torch.export.export(
                 wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
             )
@@ -135,8 +137,7 @@ def capture_error(error: Exception) -> CaptureError:
     if type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return CaptureError(
             f"{prefix}control flow or a size depends on the values of a tensor ({_cause(error)}); "
-            "use torch.where, a dense dispatch (every expert on every token, weighted by a one-hot "
-            "mask) or a torch.library.custom_op"
+            f"{FIXED_SIZES}"
         )
     return TraceFailed(f"{prefix}the model cannot be traced: {_cause(error)}")
 

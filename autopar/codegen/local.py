@@ -222,8 +222,8 @@ def node_text(local: LocalNode, names: Callable[[Ref, int], str]) -> str:
         shape_text(spec, layout, mesh.axes, mesh.sizes)
         for spec, layout in zip(node.outputs, local.choice.outputs, strict=True)
     )
-    ranks = tuple(len(local.specs[ref].shape) for ref in node.inputs())
-    call = Call(node=node, args=args, kwargs=kwargs, input_ranks=ranks, shapes=shapes)
+    given = tuple(local.specs[ref].shape for ref in node.inputs())
+    call = Call(node=node, args=args, kwargs=kwargs, input_shapes=given, shapes=shapes)
     return _print_node(local, call)
 
 

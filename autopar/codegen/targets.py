@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import OpNode
+from autopar.ir.size import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A node ready to print: argument texts by position and keyword, local output shapes."""
+    """A node ready to print: argument texts by position and keyword, local output shapes as text,
+    whole input shapes."""
 
     node: OpNode
     args: tuple[str, ...]
     kwargs: Mapping[str, str]
-    input_ranks: tuple[int, ...]
+    input_shapes: tuple[Shape, ...]
     shapes: tuple[tuple[str, ...], ...]
 
     def arg(self, position: int, name: str, default: str = "None") -> str:
@@ -27,6 +29,11 @@ class Call:
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
+
+    @property
+    def input_ranks(self) -> tuple[int, ...]:
+        """Number of dims of each input."""
+        return tuple(map(len, self.input_shapes))
 
     def shape(self, index: int = 0) -> str:
         """Local shape of an output, as call arguments."""
@@ -187,6 +194,15 @@ _UNARY: tuple[str, ...] = ("abs", "cos", "erf", "exp", "log", "log1p", "neg", "r
 _UNARY += ("rsqrt", "sigmoid")
 _UNARY += ("sign", "sin", "sqrt", "square", "tanh", "relu", "logical_not", "isnan", "isinf")
 
+
+def _to_experts(call: Call) -> str:
+    """Each row as often as its token has choices."""
+    rows, slots = call.input_shapes[0][0], call.node.outputs[0].shape[0]
+    times = (slots.const or slots.per_sample) // (rows.const or rows.per_sample)
+    repeated = "" if times == 1 else f", {times}"
+    return f"kernels.to_experts({call.args[0]}, {call.args[1]}{repeated})"
+
+
 PRINTERS: dict[str, Printer] = {
     **{f"aten.{name}.default": _unary(name) for name in _UNARY},
     "aten.add.Tensor": _infix("+"),
@@ -279,6 +295,23 @@ PRINTERS: dict[str, Printer] = {
     "aten.conv1d.default": _grouped(6, "groups"),
     "aten.conv2d.default": _grouped(6, "groups"),
     "aten.conv3d.default": _grouped(6, "groups"),
+    **dict.fromkeys(
+        (
+            "autopar.grouped_mm.default",
+            "aten._grouped_mm.default",
+            "transformers.grouped_mm_fallback.default",
+        ),
+        _call("kernels.grouped_mm", "slots", "weight", "offsets"),
+    ),
+    "autopar.route.default": _call("kernels.route"),
+    "autopar.to_experts.default": _to_experts,
+    "autopar.from_experts.default": lambda call: (
+        f"kernels.from_experts({call.args[0]}, {call.args[1]})"
+    ),
+    "autopar.expert_mm.default": _call("kernels.expert_mm"),
+    "autopar.expert_rows.default": lambda call: (
+        f"kernels.expert_rows({call.args[0]}, {call.args[1]})"
+    ),
     "aten.arange.default": _arange,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,

@@ -75,11 +75,11 @@ def matmul_efficiency(product: Contraction, dtype: str, device: DeviceSpec) -> f
     """Share of the peak that a matrix product reaches; see the module docstring."""
     half = curve_of(device).half_dim
 
-    def shape(*dims: int) -> float:
+    def shape(*dims: float) -> float:
         return prod(dim / (dim + half) for dim in dims)
 
     cube = shape(REFERENCE_DIM, REFERENCE_DIM, REFERENCE_DIM)
-    best = device.matmul_efficiency * shape(product.m, product.n, product.k) / cube
+    best = device.matmul_efficiency * shape(product.m / product.groups, product.n, product.k) / cube
     return _with_ramp(min(1.0, best), product.flops, dtype, device)
 
 

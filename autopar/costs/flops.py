@@ -22,9 +22,13 @@ Dao, FlashAttention-2, 2023, section 4.1 counts the same."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contraction:
-    """`batch` independent products of an `m x k` with a `k x n` matrix."""
+    """`batch` independent products of an `m x k` with a `k x n` matrix.
+
+    The `m` rows may be dealt to `groups`, each with a right matrix of its own.
+    """
 
     batch: int = 1
+    groups: int = 1
     m: int
     n: int
     k: int
@@ -129,7 +133,7 @@ def _grouped_mm(op: LocalOp) -> Contraction:
     rows, experts = op.input_shapes[0], op.input_shapes[1]
     if len(rows) != 2 or len(experts) != 3:
         return _matmul_of(0)(op)
-    return Contraction(m=rows[0], n=experts[2], k=rows[1])
+    return Contraction(groups=max(1, experts[0]), m=rows[0], n=experts[2], k=rows[1])
 
 
 CONTRACTIONS: dict[str, tuple[Callable[[LocalOp], Contraction], int]] = {
@@ -153,6 +157,7 @@ CONTRACTIONS: dict[str, tuple[Callable[[LocalOp], Contraction], int]] = {
     "conv_transpose3d": (_conv_transpose, 0),
     "_grouped_mm": (_grouped_mm, 0),
     "grouped_mm": (_grouped_mm, 0),
+    "expert_mm": (_grouped_mm, 0),
     "grouped_mm_fallback": (_grouped_mm, 0),
 }
 """Op name to its contraction and the position of the first operand among the tensor inputs."""

@@ -83,8 +83,10 @@ KEEP: dict[str, Keep] = dict(
         *_rows("embedding index_select scatter_add masked_fill masked_select", SECOND),
         *_rows("index_add scatter index_fill cross_entropy_loss cross_entropy_sum", SECOND),
         *_rows(
-            "_grouped_mm grouped_mm grouped_mm_fallback", Keep(inputs=((0, 1), (1, 0), (2, ANY)))
+            "_grouped_mm grouped_mm grouped_mm_fallback expert_mm",
+            Keep(inputs=((0, 1), (1, 0), (2, ANY))),
         ),
+        *_rows("to_experts from_experts expert_rows", SECOND),
         ("div", Keep(inputs=((1, 0), (0, 1), (1, 1)))),
         ("addcdiv", Keep(inputs=((1, 2), (2, ANY)))),
         ("where", ITSELF),

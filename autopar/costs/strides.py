@@ -219,7 +219,8 @@ _VIEWS_OF_EACH = frozenset({"broadcast_tensors"})
 
 _FRESH = """
 linear mm bmm matmul addmm baddbmm einsum mv dot convolution conv1d conv2d conv3d
-_grouped_mm grouped_mm_fallback cross_entropy_sum embedding index index_select gather
+_grouped_mm grouped_mm grouped_mm_fallback expert_mm to_experts from_experts expert_rows
+cross_entropy_sum embedding index index_select gather
 softmax _softmax log_softmax layer_norm group_norm rms_norm batch_norm cumsum sort topk
 cat stack contiguous reshape flatten roll flip repeat tile pad constant_pad_nd
 """

@@ -69,7 +69,7 @@ def is_identity(op: LocalOp) -> bool:
 _FREE_BACKWARD = frozenset({"reshape", "flatten", "contiguous", "clone", "cat", "stack"})
 """Copies whose gradient is a view of the gradient of the result."""
 
-_ROW_GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
+_ROW_GATHERS = frozenset({"embedding", "index", "index_select", "gather", "to_experts"})
 """Ops that read only the rows an index names; the gradient is a zeroed tensor added into."""
 
 

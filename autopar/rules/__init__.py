@@ -24,6 +24,7 @@ from autopar.rules import (
     creation,
     dropout,
     embedding,
+    experts,
     loss,
     matmul,
     norm,
@@ -44,7 +45,8 @@ from autopar.rules.registry import (
 )
 
 _FAMILIES = (
-    attention, conv, creation, dropout, embedding, loss, matmul, norm, pointwise, reduction, view,
+    attention, conv, creation, dropout, embedding, experts, loss, matmul, norm, pointwise,
+    reduction, view,
 )  # fmt: skip
 
 __all__ = [

@@ -95,7 +95,9 @@ class IndexExpr:
     inputs are added to such a sum (a bias), so they must be partial where it is. Each set in
     `linear` names inputs in which, taken together and with the others fixed, the op is linear:
     they may be partial sums. `parted` letters run over an input dim that is cut into pieces, one
-    per output. `kernels` has the kernel for splitting a letter where it is not `kernel`.
+    per output. `shared` has, by letter, inputs without it of which each rank holds its own
+    summand when the letter is split. `kernels` has the kernel for splitting a letter where it is
+    not `kernel`.
     """
 
     inputs: tuple[Dims, ...]
@@ -107,6 +109,7 @@ class IndexExpr:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shared: Mapping[str, frozenset[int]] = field(default_factory=dict)
     kernel: Kernel = LOCAL
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
@@ -209,8 +212,9 @@ class _Split:
             return
         count = len(self.op.inputs)
         summed = not any(self.spots[count:])
+        shared = self.expr.shared.get(self.letter, frozenset())
         absent = [
-            P if summed and index in self.expr.additive else whole(spec)
+            P if (summed and index in self.expr.additive) or index in shared else whole(spec)
             for index, spec in enumerate(self.op.inputs)
         ]
         inputs = tuple(

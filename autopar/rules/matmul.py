@@ -14,7 +14,7 @@ register("aten.mv")(parse_rule("i k, k -> i"))
 register("aten.dot", "aten.vdot")(parse_rule("k, k ->"))
 register("aten.outer", "aten.ger")(parse_rule("i, j -> i j"))
 # Rows belong to experts by position, so neither rows nor experts are split.
-register("aten._grouped_mm", "transformers.grouped_mm_fallback")(
+register("aten._grouped_mm", "autopar.grouped_mm", "transformers.grouped_mm_fallback")(
     parse_rule("[rows] i, [experts] i o, [experts] -> [rows] o")
 )
 

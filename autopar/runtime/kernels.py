@@ -14,6 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
+from autopar.runtime.experts import (
+    expert_mm,
+    expert_rows,
+    from_experts,
+    grouped_mm,
+    route,
+    to_experts,
+)
 from autopar.runtime.vocab import vocab_cross_entropy, vocab_embedding
 from autopar.runtime.weight_gradients import addmm, bmm, embedding, linear, matmul
 
@@ -125,9 +133,15 @@ __all__ = [
     "cross_entropy_sum",
     "dropout",
     "embedding",
+    "expert_mm",
+    "expert_rows",
+    "from_experts",
+    "grouped_mm",
     "linear",
     "matmul",
     "partial_mean",
+    "route",
+    "to_experts",
     "vocab_cross_entropy",
     "vocab_embedding",
 ]

@@ -27,6 +27,7 @@ HEAVY_OPS = frozenset(
         "aten.mm",
         "aten.bmm",
         "aten.scaled_dot_product_attention",
+        "autopar.expert_mm",
     }
 )
 """Ops whose work a tensor degree is asked for."""

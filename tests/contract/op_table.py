@@ -360,6 +360,7 @@ LOSSES = [
     op("autopar.cross_entropy_sum.default", x(7, 10), _TARGET, -100, 0.0),
     op("autopar.cross_entropy_sum.default", x(7, 12), ids(12, 7), 3, 0.0),
     op("autopar.cross_entropy_sum.default", x(7, 12, 5), ids(12, 7, 5), 3, 0.0),
+    op("autopar.grouped_mm.default", x(7, 4), x(3, 4, 12), torch.tensor([2, 2, 6])),
     op("autopar.count_valid.default", _TARGET, -100),
     op("cross_entropy_loss.default", x(7, 10), _TARGET),
     op("cross_entropy_loss.default", x(7, 10), _TARGET, None, 0, -100, 0.1),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.capture.grouped import grouped_mm
 from autopar.ir.graph import OpNode, Ref, TensorSpec
 from autopar.ir.placement import P, Placement, Replicate, Shard, local_slices
 from autopar.ir.size import Size
@@ -309,6 +310,7 @@ def _cross_entropy_sum(logits: Tensor, target: Tensor, ignore: int, smoothing: f
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {
+    "autopar.grouped_mm.default": grouped_mm,
     "autopar.cross_entropy_sum.default": _cross_entropy_sum,
     "autopar.count_valid.default": lambda target, ignore: (target != ignore).sum(),
 }

@@ -72,6 +72,76 @@ def in_one_dtype(model, batch):
     return model, batch
 
 
+def hf_mixtral():
+    """Hugging Face Mixtral with grouped products: 4 experts, 2 a token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config), token_batch()
+
+
+def hf_gpt_oss():
+    """Hugging Face gpt-oss: experts with biases, gate and up interleaved."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"] * 2,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        use_cache=False,
+    )
+    return GptOssForCausalLM(config), token_batch()
+
+
+def hf_deepseek():
+    """Hugging Face DeepSeek-V3: latent attention, groups of experts, a shared expert."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+    )
+    return DeepseekV3ForCausalLM(config), token_batch()
+
+
 def hf_gpt2():
     return in_one_dtype(*hf_gpt2_stock())
 

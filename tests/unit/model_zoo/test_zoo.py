@@ -12,7 +12,11 @@ from torch.export import Dim, export
 import model_zoo
 from model_zoo.registry import ZOO, ModelSpec, load
 
-TINY = ("mlp", "gpt_tiny", "gpt_tiny_dropout", "llama_tiny")
+CAPACITY, DROPLESS = (
+    ("switch_tiny", "glam_tiny"),
+    ("mixtral_tiny", "qwen3_moe_tiny", "deepseek_tiny"),
+)
+TINY = ("mlp", "gpt_tiny", "gpt_tiny_dropout", "llama_tiny", *CAPACITY, *DROPLESS)
 TINY_LMS = TINY[1:]
 
 # The sizes that papers and model cards print, in the precision they print them.
@@ -35,6 +39,13 @@ PRINTED = {
     "llama3_8b": "8.0B",
     "llama3_70b": "70.6B",
     "llama3_405b": "405.9B",
+    "switch_base_128": "7.4B",
+    "glam_64b_64e": "1.2T",
+    "mixtral_8x7b": "46.7B",
+    "mixtral_8x22b": "140.6B",
+    "qwen3_30b_a3b": "30.5B",
+    "qwen3_235b_a22b": "235B",
+    "deepseek_v3": "671B",
 }
 
 
@@ -57,7 +68,7 @@ def test_parameter_count(name: str) -> None:
     count = sum(p.numel() for p in meta(ZOO[name]).parameters())
     assert count == ZOO[name].num_parameters
     if name in PRINTED:
-        digits, unit = PRINTED[name][:-1], {"M": 1e6, "B": 1e9}[PRINTED[name][-1]]
+        digits, unit = PRINTED[name][:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[PRINTED[name][-1]]
         decimals = len(digits.partition(".")[2])
         assert f"{count / unit:.{decimals}f}" == digits
 
@@ -111,7 +122,7 @@ def test_loss_falls_over_five_steps(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name not in DROPLESS])
 def test_examples_repeat_and_double_precision_works(name: str) -> None:
     spec = ZOO[name]
     first, again = spec.example(2, 16), spec.example(2, 16)
@@ -123,7 +134,8 @@ def test_examples_repeat_and_double_precision_works(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", TINY)
+# torch traces grouped products in bfloat16 only; autopar's capture tests trace the dropless models
+@pytest.mark.parametrize("name", [name for name in TINY if name not in DROPLESS])
 def test_exports_with_symbolic_batch(name: str, device: str) -> None:
     spec = ZOO[name]
     with torch.device(device):
@@ -139,7 +151,8 @@ def test_exports_with_symbolic_batch(name: str, device: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", TINY_LMS)
+# GShard gives slots to all first choices before the second ones, earlier tokens' too
+@pytest.mark.parametrize("name", [name for name in TINY_LMS if name != "glam_tiny"])
 def test_later_tokens_do_not_reach_earlier_logits(name: str) -> None:
     model = ZOO[name].build().eval()
     ids = ZOO[name].example(2, 16)["input_ids"]
@@ -150,7 +163,7 @@ def test_later_tokens_do_not_reach_earlier_logits(name: str) -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-@pytest.mark.parametrize("name", TINY_LMS)
+@pytest.mark.parametrize("name", [name for name in TINY_LMS if name not in CAPACITY])
 def test_loss_is_next_token_cross_entropy(name: str) -> None:
     model = ZOO[name].build().eval()
     batch = ZOO[name].example(2, 8)
@@ -169,10 +182,9 @@ def test_loss_is_next_token_cross_entropy(name: str) -> None:
 
 def test_llama_attention_depends_on_distance_only() -> None:
     """Rotary positions: a shifted pair of vectors has the same score."""
-    from model_zoo.llama import LlamaConfig, Rotary, rotate
+    from model_zoo.llama import Rotary, rotate
 
-    config = LlamaConfig(layers=1, hidden=32, heads=2, kv_heads=1, ffn=8, vocab=8)
-    cos, sin = Rotary(config)(torch.zeros(1, 12, 32))
+    cos, sin = Rotary(16)(torch.zeros(1, 12, 32))
     q, k = torch.randn(2, 16)
     turned_q, turned_k = rotate(q.expand(12, 16), cos, sin), rotate(k.expand(12, 16), cos, sin)
     scores = turned_q @ turned_k.T
