@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 
+from autopar.codegen.expert_text import EXPERT_PRINTERS
 from autopar.codegen.sizes import shape_text, size_text
 from autopar.codegen.targets import Call, print_call
 from autopar.ir.graph import Arg, OpNode, Ref, Size, TensorSpec
@@ -186,6 +187,8 @@ def _print_node(local: LocalNode, call: Call) -> str:
         dtype = f"dtype=torch.{node.outputs[0].dtype}"
         ignore = call.arg(1, "ignore_index", "-100")
         return f"kernels.count_valid({call.args[0]}, {ignore}, {dtype})"
+    if node.target in EXPERT_PRINTERS:
+        return EXPERT_PRINTERS[node.target](call)
     if local.random_index is not None:
         printer = _random_attention if node.op.endswith("attention") else _random_dropout
         return printer(local, call)

@@ -195,14 +195,6 @@ _UNARY += ("rsqrt", "sigmoid")
 _UNARY += ("sign", "sin", "sqrt", "square", "tanh", "relu", "logical_not", "isnan", "isinf")
 
 
-def _to_experts(call: Call) -> str:
-    """Each row as often as its token has choices."""
-    rows, slots = call.input_shapes[0][0], call.node.outputs[0].shape[0]
-    times = (slots.const or slots.per_sample) // (rows.const or rows.per_sample)
-    repeated = "" if times == 1 else f", {times}"
-    return f"kernels.to_experts({call.args[0]}, {call.args[1]}{repeated})"
-
-
 PRINTERS: dict[str, Printer] = {
     **{f"aten.{name}.default": _unary(name) for name in _UNARY},
     "aten.add.Tensor": _infix("+"),
@@ -295,23 +287,6 @@ PRINTERS: dict[str, Printer] = {
     "aten.conv1d.default": _grouped(6, "groups"),
     "aten.conv2d.default": _grouped(6, "groups"),
     "aten.conv3d.default": _grouped(6, "groups"),
-    **dict.fromkeys(
-        (
-            "autopar.grouped_mm.default",
-            "aten._grouped_mm.default",
-            "transformers.grouped_mm_fallback.default",
-        ),
-        _call("kernels.grouped_mm", "slots", "weight", "offsets"),
-    ),
-    "autopar.route.default": _call("kernels.route"),
-    "autopar.to_experts.default": _to_experts,
-    "autopar.from_experts.default": lambda call: (
-        f"kernels.from_experts({call.args[0]}, {call.args[1]})"
-    ),
-    "autopar.expert_mm.default": _call("kernels.expert_mm"),
-    "autopar.expert_rows.default": lambda call: (
-        f"kernels.expert_rows({call.args[0]}, {call.args[1]})"
-    ),
     "aten.arange.default": _arange,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,

@@ -1,0 +1,34 @@
+"""The ops of dropless experts as calls of the runtime's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.codegen.targets import Call
+
+
+def _called(name: str, arguments: int) -> Callable[[Call], str]:
+    """A kernel called with the first arguments of the op."""
+    return lambda call: f"kernels.{name}({', '.join(call.args[:arguments])})"
+
+
+def _to_experts(call: Call) -> str:
+    """Each row as often as its token has choices."""
+    rows, slots = call.input_shapes[0][0], call.node.outputs[0].shape[0]
+    times = (slots.const or slots.per_sample) // (rows.const or rows.per_sample)
+    repeated = "" if times == 1 else f", {times}"
+    return f"kernels.to_experts({call.args[0]}, {call.args[1]}{repeated})"
+
+
+EXPERT_PRINTERS: dict[str, Callable[[Call], str]] = {
+    "autopar.grouped_mm.default": _called("grouped_mm", 3),
+    "aten._grouped_mm.default": _called("grouped_mm", 3),
+    "transformers.grouped_mm_fallback.default": _called("grouped_mm", 3),
+    "autopar.route.default": _called("route", 2),
+    "autopar.to_experts.default": _to_experts,
+    "autopar.from_experts.default": _called("from_experts", 2),
+    "autopar.expert_mm.default": _called("expert_mm", 3),
+    "autopar.expert_rows.default": _called("expert_rows", 2),
+}
+
+__all__ = ["EXPERT_PRINTERS"]
