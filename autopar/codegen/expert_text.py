@@ -22,7 +22,6 @@ def _to_experts(call: Call) -> str:
 
 EXPERT_PRINTERS: dict[str, Callable[[Call], str]] = {
     "autopar.grouped_mm.default": _called("grouped_mm", 3),
-    "aten._grouped_mm.default": _called("grouped_mm", 3),
     "transformers.grouped_mm_fallback.default": _called("grouped_mm", 3),
     "autopar.route.default": _called("route", 2),
     "autopar.to_experts.default": _to_experts,
