@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.schedules.action import Action, ActionKind, Schedule
-from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.in_flight import peak_in_flight, peak_weighted
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
@@ -125,6 +125,88 @@ def test_their_interleaved_bubble_is_the_published_one(local, ranks, micro_batch
     timeline = simulate(schedule, StageTimes(forward_s=ones, backward_s=ones))
     expected = (ranks - 1) / (local * micro_batches + ranks - 1)
     assert timeline.bubble_fraction == pytest.approx(expected, abs=1e-12)
+
+
+OURS = {
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipev",
+    "ScheduleLoopedBFS": "looped-bfs",
+}
+TWO_STAGES = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+def theirs_or_none(name, ranks, local, micro_batches):
+    try:
+        return multi(name, ranks, local, micro_batches)
+    except ValueError:
+        return None  # sizes that they do not take
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "ScheduleLoopedBFS"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_several_stages_per_rank_are_the_same_lists(name, ranks):
+    compared = 0
+    for local in (2,) if name in TWO_STAGES else (1, 2, 3):
+        for micro_batches in range(1, 4 * ranks + 4):
+            ours = build_schedule(OURS[name], ranks, micro_batches, local)
+            theirs = theirs_or_none(name, ranks, local, micro_batches)
+            if theirs is not None:
+                assert ours.ranks == theirs.ranks
+                compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_looped_bfs_is_the_same_but_for_the_order_of_backwards_within_a_stage(ranks):
+    for local, micro_batches in ((1, 1), (2, 3), (3, 4), (2, 9)):
+        ours = build_schedule("looped-bfs", ranks, micro_batches, local)
+        theirs = multi("ScheduleLoopedBFS", ranks, local, micro_batches)
+        mirrored = tuple(
+            tuple(
+                Action(a.kind, a.stage, micro_batches - 1 - a.micro_batch)
+                if a.kind is ActionKind.BACKWARD
+                else a
+                for a in row
+            )
+            for row in theirs.ranks
+        )
+        assert ours.ranks == mirrored
+
+
+@st.composite
+def costs(draw, stages):
+    def some(count):
+        numbers = st.integers(0, 9).map(float)
+        return tuple(draw(st.lists(numbers, min_size=count, max_size=count)))
+
+    return StageTimes(
+        forward_s=some(stages),
+        backward_s=some(stages),
+        backward_input_s=some(stages),
+        backward_weight_s=some(stages),
+        send_forward_s=some(stages - 1),
+        send_backward_s=some(stages - 1),
+    )
+
+
+@settings(max_examples=100)
+@given(data=st.data(), name=st.sampled_from(list(OURS)), ranks=st.integers(1, 4))
+def test_ours_takes_no_longer_and_holds_no_more_than_theirs(data, name, ranks):
+    local = 2 if name in TWO_STAGES else data.draw(st.integers(1, 3))
+    micro_batches = data.draw(st.integers(1, 12))
+    theirs = theirs_or_none(name, ranks, local, micro_batches)
+    ours = build_schedule(OURS[name], ranks, micro_batches, local)
+    validate(ours)
+    if theirs is None:
+        return
+    times = data.draw(costs(ranks * local))
+    mine, other = (simulate(schedule, times) for schedule in (ours, theirs))
+    assert mine.busy_s == other.busy_s
+    assert mine.step_s <= other.step_s
+    saved = data.draw(st.lists(st.integers(0, 9), min_size=ranks * local, max_size=ranks * local))
+    assert peak_weighted(ours, saved) == peak_weighted(theirs, saved)
 
 
 @settings(max_examples=50)
