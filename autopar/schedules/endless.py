@@ -49,12 +49,13 @@ def unroll(schedule: Schedule, steps: int) -> Schedule:
     rows = []
     for row in schedule.ranks:
         before = _of_step_before(row)
+        lateness = [(action, int(action in before)) for action in row]
         numbered = (
-            replace(action, micro_batch=action.micro_batch + (step - (action in before)) * one)
+            (action, action.micro_batch + (step - late) * one)
             for step in range(steps + 1)
-            for action in row
+            for action, late in lateness
         )
-        rows.append(tuple(a for a in numbered if 0 <= a.micro_batch < steps * one))
+        rows.append(tuple(Action(a.kind, a.stage, i) for a, i in numbered if 0 <= i < steps * one))
     return replace(schedule, num_micro_batches=steps * one, ranks=tuple(rows), flushes=True)
 
 
@@ -89,15 +90,14 @@ def _of_step_before(row: tuple[Action, ...]) -> frozenset[Action]:
     for kind, producers in _PRODUCERS:
         for action in row:
             if action.kind is kind:
-                sources = (replace(action, kind=source) for source in producers)
-                for source in sources:
-                    late = position.get(source, -1) > position[action]
-                    if late or source in before:
+                for producer in producers:
+                    source = Action(producer, action.stage, action.micro_batch)
+                    if source in before or position.get(source, -1) > position[action]:
                         before.add(action)
     for action in row:
         if action.kind is _K.RECV_BACKWARD:
             for kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
-                use = replace(action, kind=kind)
+                use = Action(kind, action.stage, action.micro_batch)
                 if use in before and position[action] < position[use]:
                     before.add(action)
     return frozenset(before)

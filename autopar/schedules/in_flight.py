@@ -9,6 +9,14 @@ from autopar.schedules.endless import finite
 
 _CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_WEIGHT: -1}
 
+_HOLDS = {
+    ActionKind.FORWARD: (1, 0),
+    ActionKind.BACKWARD: (-1, 0),
+    ActionKind.BACKWARD_INPUT: (-1, 1),
+    ActionKind.BACKWARD_WEIGHT: (0, -1),
+}
+"""By how many an action changes the forwards, and the weight parts, that data is held for."""
+
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the most micro-batches whose forward ran and whose backward has not finished.
@@ -25,17 +33,24 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peak)
 
 
-def peak_weighted(schedule: Schedule, saved_bytes: Sequence[int]) -> tuple[int, ...]:
+def peak_weighted(
+    schedule: Schedule, saved_bytes: Sequence[int], deferred_bytes: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Per rank, the most bytes it holds at once; a forward of stage s saves `saved_bytes[s]`.
+
+    A backward frees them; where it is split, its input part leaves `deferred_bytes[s]` for the
+    weight part (by default all: what is saved is not known to be of no use to it).
 
     Less than the peaks of its stages together where a rank has several: they are not at their peaks
     at the same time.
     """
+    left_bytes = saved_bytes if deferred_bytes is None else deferred_bytes
     peaks = []
     for row in finite(schedule).ranks:
         held = peak = 0
         for action in row:
-            held += _CHANGE.get(action.kind, 0) * saved_bytes[action.stage]
+            saved, left = _HOLDS.get(action.kind, (0, 0))
+            held += saved * saved_bytes[action.stage] + left * left_bytes[action.stage]
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)

@@ -65,7 +65,7 @@ def _lower_endless(schedule: Schedule) -> Schedule:
             computed += action.kind.is_compute
             at = computed if action.kind.is_recv else computed - 1
             if span.start <= at < span.stop:
-                kept.append(replace(action, micro_batch=action.micro_batch % one))
+                kept.append(Action(action.kind, action.stage, action.micro_batch % one))
         rows.append(tuple(kept))
     return replace(schedule, ranks=tuple(rows))
 

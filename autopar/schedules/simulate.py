@@ -21,8 +21,8 @@ from autopar.schedules.timeline import StageTimes, Timeline
 
 _K = ActionKind
 _Costs = dict[ActionKind, tuple[float, ...]]
-_STEADY_STEPS = 9
-"""Steps that a pipeline without a flush is simulated for: it is full after one."""
+_SETTLED = 8
+"""Micro-batches per stage after which a pipeline without a flush has settled, from experience."""
 
 
 def simulate(schedule: Schedule, times: StageTimes, overlap: bool = True) -> Timeline:
@@ -51,9 +51,9 @@ def _steady(lowered: Schedule, times: StageTimes, overlap: bool) -> Timeline:
 
     The time between steps is the mean over the second half of the run: it may alternate.
     """
-    run = simulate(unroll(lowered, _STEADY_STEPS), times, overlap)
-    half, last = (spans(lowered, step) for step in (_STEADY_STEPS // 2, _STEADY_STEPS - 1))
-    count = _STEADY_STEPS - 1 - _STEADY_STEPS // 2
+    count = max(2, -(-_SETTLED * lowered.num_stages // (2 * lowered.num_micro_batches)))
+    run = simulate(unroll(lowered, 2 * count + 1), times, overlap)
+    half, last = spans(lowered, count), spans(lowered, 2 * count)
     period_s = max(
         (start_s[b.start] - start_s[a.start]) / count
         for start_s, a, b in zip(run.start_s, half, last, strict=True)

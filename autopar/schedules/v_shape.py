@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from autopar.schedules.action import Action, ActionKind, Schedule
 
 _Phases = Iterable[tuple[int, str]]
+_BACKWARD = {ActionKind.BACKWARD_INPUT: ActionKind.BACKWARD}
+"""Full backwards and input parts count through the same micro-batches."""
 
 
 def zbv(num_ranks: int, chunks: int, num_micro_batches: int) -> Schedule:
@@ -78,14 +80,14 @@ def _row(phases: _Phases, rank: int, num_stages: int) -> list[Action]:
     done: dict[tuple[ActionKind, int], int] = {}
     waiting: deque[Action] = deque()
     for count, pattern in phases:
-        for token in pattern.split() * count:
-            if token == "W":
+        tokens = [(ActionKind(t[0]), stages[int(t[1])] if t[1:] else -1) for t in pattern.split()]
+        for kind, stage in tokens * count:
+            if stage < 0:
                 row.append(waiting.popleft())
                 continue
-            kind, stage = ActionKind(token[0]), stages[int(token[1])]
-            counted = ActionKind.BACKWARD if kind is ActionKind.BACKWARD_INPUT else kind
-            micro_batch = done.get((counted, stage), 0)
-            done[counted, stage] = micro_batch + 1
+            counted = (_BACKWARD.get(kind, kind), stage)
+            micro_batch = done.get(counted, 0)
+            done[counted] = micro_batch + 1
             row.append(Action(kind, stage, micro_batch))
             if kind is ActionKind.BACKWARD_INPUT:
                 waiting.append(Action(ActionKind.BACKWARD_WEIGHT, stage, micro_batch))

@@ -1,5 +1,6 @@
 """What holds for every schedule of the table, at any size that it takes."""
 
+import json
 from collections import Counter
 from itertools import product
 
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InputError
-from autopar.schedules.action import ActionKind
+from autopar.report.timeline import chrome_trace
+from autopar.schedules.action import ActionKind, Schedule
 from autopar.schedules.closed_form import flush_step_lower_bound_s
 from autopar.schedules.endless import finite
 from autopar.schedules.grid import render_grid
@@ -131,6 +133,45 @@ def test_stages_of_one_rank_exchange_no_messages(name):
     kinds = (K.SEND_FORWARD, K.RECV_FORWARD, K.SEND_BACKWARD, K.RECV_BACKWARD)
     assert messages == dict.fromkeys(kinds, 3 * crossings)
     assert crossings == (2 if SCHEDULES[name].chunks == "two" else 2 * chunks - 1)
+
+
+def test_an_input_part_frees_what_its_weight_part_does_not_need():
+    split = Schedule.parse("zb", 2, 2, ["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1W0 1I1 1W1"])
+    assert peak_weighted(split, [10, 10]) == (20, 20)
+    assert peak_weighted(split, [10, 10], [3, 3]) == (13, 20)
+    assert peak_weighted(split, [10, 10], [12, 12]) == (24, 22)
+    full = build_schedule("1f1b", 2, 2)
+    assert peak_weighted(full, [10, 7], [1, 1]) == (20, 7)
+
+
+def test_the_turn_of_a_v_costs_no_message():
+    times = StageTimes(
+        forward_s=(1.0,) * 4,
+        backward_s=(2.0,) * 4,
+        backward_input_s=(1.0,) * 4,
+        backward_weight_s=(1.0,) * 4,
+        send_forward_s=(2.0, 1000.0, 3.0),
+        send_backward_s=(4.0, 1000.0, 5.0),
+    )
+    there_and_back_s = 4 + 2 + 3 + 4 + 5 + 4
+    for name, weight_parts_s in (("zbv", 2), ("dualpipev", 3)):
+        for overlap in (True, False):
+            timeline = simulate(build_schedule(name, 2, 1, 2), times, overlap)
+            assert timeline.step_s == there_and_back_s + weight_parts_s
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_trace_has_every_action(name):
+    chunks = CHUNKS[SCHEDULES[name].chunks][-1]
+    schedule = build_schedule(name, 3, 4, chunks)
+    ones = (1.0,) * schedule.num_stages
+    times = StageTimes(
+        forward_s=ones, backward_s=ones, backward_input_s=ones, backward_weight_s=ones
+    )
+    timeline = simulate(schedule, times)
+    entries = json.loads(chrome_trace(timeline))["traceEvents"]
+    slices = [entry["name"] for entry in entries if entry["ph"] == "X"]
+    assert sorted(slices) == sorted(str(event.action) for event in timeline.events())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
