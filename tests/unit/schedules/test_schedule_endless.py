@@ -70,7 +70,7 @@ def test_there_is_no_bubble_in_the_steady_state(size, work):
 @settings(max_examples=60, deadline=None)
 @given(size=sizes(), data=st.data())
 def test_the_period_is_that_of_one_f_one_b(size, data):
-    """To within 2 %: messages let the time of a step alternate."""
+    """Exactly, up to four ranks; with five stages in the slowest round trip to within 1/64."""
     ranks, micro_batches = size
 
     def some(count):
@@ -84,7 +84,9 @@ def test_the_period_is_that_of_one_f_one_b(size, data):
         send_backward_s=some(ranks - 1),
     )
     step_s = simulate(build_schedule("pipedream", ranks, micro_batches), times).step_s
-    assert step_s == pytest.approx(micro_batches * one_f_one_b_period_s(times), rel=0.02)
+    assert step_s == pytest.approx(
+        micro_batches * one_f_one_b_period_s(times), rel=1e-9 if ranks <= 4 else 1 / 64
+    )
 
 
 @given(size=sizes())
