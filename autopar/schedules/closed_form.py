@@ -110,7 +110,7 @@ def flush_step_lower_bound_s(
         first = mine[0]
         turned_s = num_micro_batches * sum(times.forward_s[i] + input_s[i] for i in mine)
         done_s = turned_s + num_micro_batches * sum(late_s[i] for i in mine)
-        tail_s = return_s[first] + (late_s[0] if first else 0.0)
+        tail_s = return_s[first] + late_s[0]
         bound_s = max(bound_s, there_s[first] + turned_s + tail_s, there_s[first] + done_s)
     return bound_s
 

@@ -71,7 +71,7 @@ def test_every_stage_runs_every_micro_batch_once_on_its_rank(size):
         assert kinds[K.BACKWARD] == total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=sizes(), data=st.data(), overlap=st.booleans())
 def test_every_schedule_is_valid_and_runs_through(size, data, overlap):
     schedule = build_schedule(*size)

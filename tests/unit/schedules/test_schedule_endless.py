@@ -67,7 +67,7 @@ def test_there_is_no_bubble_in_the_steady_state(size, work):
     assert min(map(min, timeline.start_s)) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=sizes(), data=st.data())
 def test_the_period_is_that_of_one_f_one_b(size, data):
     """Exactly, up to four ranks; with five stages in the slowest round trip to within 1/64."""
