@@ -21,19 +21,19 @@ from autopar.costs.clusters import parse_cluster
 from autopar.errors import AutoparError, CaptureError, InputError, RuntimeFailure
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
+from autopar.ir.precision import PRECISIONS
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import read_plan, write_plan
 from autopar.runtime.agree import check_alike
 from autopar.runtime.data import as_mapping
 from autopar.runtime.deferred import InitTape
 from autopar.runtime.launch import init_from_env
-from autopar.runtime.load import load_program
+from autopar.runtime.load import load_program, runnable
 from autopar.runtime.optim import OptimizerSpec
 from autopar.runtime.parallel import ParallelModel
-from autopar.sources import LossFn
+from autopar.sources import LossFn, cast_batch, cast_model, needs_cast
 
 Pins = Mapping[str, object]
-_RUNNABLE = {"fp32": torch.float32, "fp64": torch.float64}
 _TIMEOUT_S = 1800.0
 """How long ranks wait for each other: the others wait for the first while it plans. A rank that
 fails is noticed at once, by what started it."""
@@ -46,6 +46,7 @@ def parallelize(
     batch: Any = None,
     optimizer: OptimizerSpec | None = None,
     loss_fn: LossFn | None = None,
+    precision: str | None = None,
     global_batch: int | None = None,
     plan: Plan | Path | str | None = None,
     pins: Pins | None = None,
@@ -65,6 +66,10 @@ def parallelize(
     `{"tensor": 2, "weight:head.weight": "S(0)"}`. Weights come from `model`; where it is on the
     meta device they are initialised under `seed`, to the same values whatever the plan.
 
+    `precision` is `fp32`, `fp64`, `bf16` or `fp16`, by default what the model's parameters are in.
+    In `bf16` and `fp16` the program computes as `model.to(dtype)` would, floating inputs cast, and
+    the optimizer updates float32 weights; `fp16` scales the loss, see `loss_scale`.
+
     Raises InputError, CaptureError, InfeasiblePlan or PlanMismatch, on every rank alike.
     """
     parallel = Parallel(
@@ -74,7 +79,7 @@ def parallelize(
         loss_fn=loss_fn,
         options=PlanOptions(
             global_batch=global_batch,
-            precision=_precision(model),
+            precision=_precision(model, precision),
             optimizer=_optimizer_name(optimizer),
             pins=_pin_pairs(pins or {}),
             memory_limit_bytes=memory_limit_bytes,
@@ -107,6 +112,9 @@ class Parallel:
         self._model, self._loss_fn, self._options = model, loss_fn, options
         self._cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
         self._optimizer, self._given_plan = optimizer, plan
+        name = options.precision if plan is None else plan.training.precision
+        dtype: torch.dtype = getattr(torch, runnable(name).param_dtype)
+        self._cast_to = dtype if needs_cast(model, dtype) else None
         self._seed, self._tape = seed, tape
         self._program: ParallelModel | None = None
         self._graph: OpGraph | None = None
@@ -119,7 +127,7 @@ class Parallel:
         if self._program is None:
             device = self._join()
             self._check_alike(batch)
-            message = _from_first_rank(lambda: self._plan(batch))
+            message = _from_first_rank(lambda: self._plan(self._cast(batch)))
             with tempfile.TemporaryDirectory() as folder:
                 write_files(message["files"], Path(folder) / "program")
                 program = load_program(Path(folder) / "program")
@@ -170,14 +178,14 @@ class Parallel:
         if self._given_plan is not None:
             planned = adopt_plan(
                 self._given_plan,
-                self._model,
+                self._cast_model(),
                 batch,
                 cluster=self._cluster,
                 loss_fn=self._loss_fn,
             )
         else:
             planned = plan_model(
-                self._model,
+                self._cast_model(),
                 batch,
                 self._cluster,
                 self._options,
@@ -186,6 +194,14 @@ class Parallel:
             )
         self._graph = planned.captured.graph
         return {"files": planned.files(), "constants": planned.captured.constants}
+
+    def _cast_model(self) -> nn.Module:
+        """The model in the precision's dtype, to be captured."""
+        return self._model if self._cast_to is None else cast_model(self._model, self._cast_to)
+
+    def _cast(self, batch: Any) -> Any:
+        """A batch as the model in that dtype takes it."""
+        return batch if self._cast_to is None else cast_batch(as_mapping(batch), self._cast_to)
 
     @property
     def program(self) -> ParallelModel:
@@ -227,25 +243,27 @@ class Parallel:
 
     def train_step(self, batch: Any, *, clip_norm: float | None = None) -> Tensor:
         """Forward, backward, clipping if asked for, optimizer step. The loss of the whole batch."""
-        return self.prepare(batch).program.train_step(batch, clip_norm=clip_norm)
+        return self.prepare(batch).program.train_step(self._cast(batch), clip_norm=clip_norm)
 
     def backward_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
         """Forward and backward of the whole batch; gradients are added to `.grad`."""
-        return self.prepare(batch).program.backward_step(batch, accumulate=accumulate)
+        program = self.prepare(batch).program
+        return program.backward_step(self._cast(batch), accumulate=accumulate)
 
     def eval_step(self, batch: Any) -> tuple[Tensor, Any]:
         """Loss and output in eval mode, whole, on every rank; nothing of the model changes."""
         program = self.prepare(batch).program
         if not self._eval_checked:
-            _from_first_rank(lambda: self._check_eval(batch))
+            _from_first_rank(lambda: self._check_eval(self._cast(batch)))
             self._eval_checked = True
-        return program.eval_step(batch)
+        return program.eval_step(self._cast(batch))
 
     def _check_eval(self, batch: Any) -> None:
         """One program serves both modes where the graphs differ in their mode flags alone."""
         was_training = self._model.training
         try:
-            graph = capture(self._model.eval(), batch, loss_fn=self._loss_fn).graph
+            self._model.eval()
+            graph = capture(self._cast_model(), batch, loss_fn=self._loss_fn).graph
         finally:
             self._model.train(was_training)
         difference = first_difference(self._graph, graph) if self._graph else None
@@ -270,6 +288,11 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most `max_norm`; the norm before."""
         return self.program.clip_grad_norm_(max_norm, norm_type)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in the backward; 1 unless the program computes in float16."""
+        return self.program.loss_scale
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict on rank 0, empty elsewhere; all ranks call."""
@@ -299,15 +322,20 @@ def _from_first_rank(make: Callable[[], Any]) -> Any:
     return value
 
 
-def _precision(model: nn.Module) -> str:
+def _precision(model: nn.Module, asked: str | None) -> str:
+    """The precision asked for, or that of the model's own dtypes: a narrow dtype may stand beside
+    float32, in which a model keeps what needs it."""
+    if asked is not None:
+        return runnable(asked).name
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    for name, dtype in _RUNNABLE.items():
-        if dtypes <= {dtype}:
+    for name, row in PRECISIONS.items():
+        dtype = getattr(torch, row.param_dtype)
+        if dtypes <= ({dtype, torch.float32} if row.master else {dtype}):
             return name
     shown = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
     raise InputError(
-        f"the model's parameters are {shown}; expected float32, or all float64: mixed precision "
-        "can be planned but not run yet"
+        f"the model's parameters are {shown}; expected one of float32, float64, bfloat16 and "
+        "float16, the last two beside float32 at most: say which with precision="
     )
 
 

@@ -20,20 +20,18 @@ from autopar.jobs import Job, optimizer_class, train_job, verify_job
 from autopar.plan.plan import Plan
 from autopar.plan.table import grid_text
 from autopar.runtime.launch import WorkerPool
+from autopar.runtime.load import runnable
 from autopar.runtime.verify import TOLERANCE, RankReport
 from autopar.sources import ModelSource
 
 Progress = Callable[[str, float | None], None]
 
-DTYPE_NAMES = {"fp32": "float32", "fp64": "float64"}
-"""Precisions that the runtime trains in. Mixed precision can be planned but not yet run."""
-
-
-ADAM_EPS = {"float64": 1e-8, "float32": 1e-3}
+ADAM_EPS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
 """Adam's eps when comparing weights after some steps.
 
 Adam divides a gradient by its own size. One that is zero but for rounding (a key bias's, say) would
-become a full step in a direction set by rounding; in float32 a larger eps keeps such steps out.
+become a full step in a direction set by rounding; the coarser the dtype of the gradients, the
+larger an eps keeps such steps out.
 """
 
 
@@ -190,11 +188,7 @@ def _prepare(
             "other clusters start a script of your own with torchrun and call autopar.parallelize"
         )
     precision = options.precision if plan is None else plan.training.precision
-    if precision not in DTYPE_NAMES:
-        raise InputError(
-            f"precision {precision} can be planned but not run yet; run with one of "
-            f"{', '.join(DTYPE_NAMES)}"
-        )
+    dtype = runnable(precision).param_dtype
     optimizer_class(options.optimizer)
     if plan is None:
         planned = plan_source(source, where, options, progress)
@@ -205,7 +199,7 @@ def _prepare(
         source=source.spec,
         seq_len=source.seq_len,
         folder="",
-        dtype=DTYPE_NAMES[precision],
+        dtype=dtype,
         samples=training.global_batch,
         optimizer=training.optimizer,
         optimizer_kwargs=dict(options.optimizer_kwargs) or {"lr": 1e-3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -66,6 +67,28 @@ def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
     if isinstance(batch, Mapping):
         return {key: cast(value) for key, value in batch.items()}
     return tuple(cast(value) for value in batch)
+
+
+def needs_cast(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a model is not in `dtype` yet; one in a narrow dtype may keep others in float32."""
+    floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    is_mixed = dtype in floating and dtype.itemsize < 4
+    return bool(floating) and floating != {dtype} and not is_mixed
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model.to(dtype)` as a copy whose parameters have no data, to be captured."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        kind = dtype if p.is_floating_point() else p.dtype
+        empty = torch.empty_like(p, dtype=kind, device="meta")
+        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+    return twin
 
 
 def load_source(spec: str, *, seq_len: int | None = None) -> ModelSource:

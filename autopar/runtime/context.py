@@ -20,7 +20,8 @@ DeferredGradient = Callable[[], list[tuple[GradientEdge, Tensor]]]
 class StepContext:
     """One micro-batch of one step, on one rank.
 
-    `axes` has every axis of the stage's mesh, those of one rank too. `batch` counts the samples
+    `axes` has every axis of the stage's mesh, those of one rank too; `joined` those sets of axes
+    that collectives run over together. `batch` counts the samples
     this rank holds of the micro-batch, `sample_offset` is the position of the first of them among
     the `global_batch` samples of the step. `deferred`, where the schedule splits the backward,
     collects the weight gradients that its weight action computes.
@@ -37,3 +38,8 @@ class StepContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     recorder: Recorder = field(default_factory=Recorder)
     deferred: list[DeferredGradient] | None = None
+    joined: Mapping[tuple[str, ...], AxisGroup] = field(default_factory=dict)
+
+    def along(self, *names: str) -> AxisGroup:
+        """The group along several axes together."""
+        return self.joined[names]

@@ -62,7 +62,7 @@ class Engine:
         self._train = Executor(world, training, weights, schedule)
         programs = train if evaluate is None else evaluate
         self._evaluate = Executor(world, programs, weights, forward_only(schedule))
-        self._sync = GradientSync(store, bucket_cap_bytes, loss_scale)
+        self.sync = GradientSync(store, bucket_cap_bytes, loss_scale)
 
     def train_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
         """Forward and backward of a whole batch; the loss (float64), on every rank.
@@ -75,13 +75,13 @@ class Engine:
         data = self._data(batch, training=True)
         self.store.update.catch_up()
         filled = sum(1 for span in data.spans if span.of)
-        self._sync.begin(filled, accumulate=accumulate)
+        self.sync.begin(filled, accumulate=accumulate)
         try:
             result = self._train.run(data)
         except Exception:
-            self._sync.discard()
+            self.sync.discard()
             raise
-        self._sync.finish(accumulate=accumulate)
+        self.sync.finish(accumulate=accumulate)
         self.step += 1
         return share_loss(result, self.world, self._partial_axes)
 

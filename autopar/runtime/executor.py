@@ -199,6 +199,7 @@ class _Run:
         span = self.data.spans[micro_batch]
         return StepContext(
             axes=self.world.meshes[stage].axes,
+            joined=self.world.meshes[stage].joined,
             batch=span.count,
             global_batch=self.data.samples,
             sample_offset=span.start,

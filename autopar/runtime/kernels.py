@@ -122,7 +122,9 @@ def partial_mean(
     x: Tensor, dims: tuple[int, ...], keepdim: bool, global_count: int | Tensor
 ) -> Tensor:
     """This rank's summand of a mean over `dims` of which all ranks hold `global_count` elements."""
-    return x.sum(dims, keepdim=keepdim) / global_count
+    # A sum of float16 numbers may be too large for float16 where their mean is not.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.sum(dims, keepdim=keepdim, dtype=wide) / global_count).to(x.dtype)
 
 
 __all__ = [

@@ -95,19 +95,18 @@ def parameter_specs(plan: Plan) -> dict[int, tuple[ParameterSpec, ...]]:
 
     Raises InputError for a precision that no program runs in.
     """
-    precision = run_precision(plan)
+    precision = runnable(plan.training.precision)
     return {
         stage.index: tuple(_spec(parameter, precision) for parameter in stage.parameters)
         for stage in plan.stages
     }
 
 
-def run_precision(plan: Plan) -> Precision:
-    """The precision a plan's program runs in. Raises InputError if there is no such program."""
-    name = plan.training.precision
+def runnable(name: str) -> Precision:
+    """A precision that programs run in. Raises InputError if it is none."""
     if name not in PRECISIONS:
         raise InputError(
-            f"the plan is in precision {name}, which can be planned but not run; plan with one of "
+            f"precision {name} cannot be run: no program computes in it; choose one of "
             f"{', '.join(PRECISIONS)}"
         )
     return PRECISIONS[name]

@@ -20,7 +20,7 @@ from autopar.runtime.clip import clip_grad_norm_, grad_norm
 from autopar.runtime.deferred import InitTape
 from autopar.runtime.engine import Engine
 from autopar.runtime.initialize import initialize
-from autopar.runtime.load import LoadedProgram, parameter_specs, run_precision
+from autopar.runtime.load import LoadedProgram, parameter_specs, runnable
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.optim import OptimizerSpec, bind_optimizer
 from autopar.runtime.parameters import ParameterStore
@@ -54,7 +54,9 @@ class ParallelModel:
         schedule = build_schedule(
             self.plan.schedule, self.plan.pipeline, self.plan.training.micro_batches
         )
-        self.loss_scaler = LossScale() if run_precision(self.plan).loss_scale else None
+        self.loss_scaler = (
+            LossScale() if runnable(self.plan.training.precision).loss_scale else None
+        )
         self.engine = Engine(
             world=self.world,
             store=self.store,

@@ -123,14 +123,10 @@ class ParameterStore:
         shape = local_shape(spec.shape, spec.leaf_layout, mesh.sizes, at)
         local = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
         stored_dtype = getattr(torch, spec.stored_dtype or spec.dtype)
-        if stored_dtype != local.dtype:
+        stored = local
+        if stored_dtype != local.dtype or (split is not None and spec.zero < 3):
             rest = local_shape(spec.shape, spec.at_rest, mesh.sizes, at)
             stored = torch.zeros(rest, dtype=stored_dtype, device=device)
-        elif split is not None and spec.zero < 3:
-            axis = split.axis
-            stored = local.narrow(split.dim, axis.start(split.size), axis.share(split.size))
-        else:
-            stored = local
         shared = stored
         if not spec.is_buffer:
             dtensor = label(stored, spec.shape, spec.at_rest, mesh, device_mesh)

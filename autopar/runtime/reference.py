@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime import kernels
 from autopar.runtime.counter_random import Dims, keep_mask
+from autopar.runtime.loss_scale import LossScale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +131,63 @@ class _Inside(TorchDispatchMode):
             keep = self._keep(x, p)
             return x * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
         return func(*args, **(kwargs or {}))
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """Training a low-precision model on one device with float32 copies of its weights.
+
+    The model computes in its own dtype; the optimizer updates the copies, from gradients in
+    float32, and they are cast back into the model. `parameters` are what the optimizer updates:
+    frozen ones and those in a wide dtype have no copy and are the model's own. With a `loss_scale`
+    a step with a gradient that is not finite is skipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._own = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [
+            nn.Parameter(p.detach().float()) if p.dtype in _NARROW else p for p in self._own
+        ]
+        copies = {id(p): copy for p, copy in zip(self._own, self.parameters, strict=True)}
+        self.names = {
+            name: copies[id(p)]
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p.requires_grad
+        }
+        self.optimizer = make_optimizer(self.parameters)
+        self._scale = loss_scale
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the loss, unscaled, into `.grad` of `parameters`; none after an overflow."""
+        for parameter in (*self._own, *self.parameters):
+            parameter.grad = None
+        factor = 1.0 if self._scale is None else self._scale.value
+        (loss if self._scale is None else loss * factor).backward()
+        grads = [p.grad for p in self._own]
+        for own in self._own:
+            own.grad = None
+        if self._scale is not None:
+            overflowed = not all(bool(g.isfinite().all()) for g in grads if g is not None)
+            self._scale.update(overflowed=overflowed)
+            if overflowed:
+                return
+        for grad, master in zip(grads, self.parameters, strict=True):
+            if grad is not None:
+                master.grad = grad.to(master.dtype) / factor
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the optimizer and cast the weights back into the model."""
+        self.optimizer.step()
+        for own, master in zip(self._own, self.parameters, strict=True):
+            own.copy_(master)
 
 
 @contextmanager

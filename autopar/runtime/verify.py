@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.collective import Collective
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.parallel import ParallelModel
-from autopar.runtime.reference import reference_random
+from autopar.runtime.reference import MasterWeights, reference_random
 
 LossFn = Callable[[Any, Any], Tensor]
 _LEAST = 1e-12
@@ -79,11 +80,12 @@ def compare(
     """Train both side by side; all ranks call. `parallel` must have an optimizer of the same kind.
 
     Compared are the initial weights, every step's loss and gradient norm, the first step's
-    gradients, and the weights at the end.
+    gradients, and the weights at the end. A model in bfloat16 or float16 is trained with float32
+    copies of its weights on either side, which are what is compared.
     """
     reference = copy.deepcopy(model)
     reference.train()
-    optimizer = make_optimizer([p for p in reference.parameters() if p.requires_grad])
+    masters = MasterWeights(reference, make_optimizer, _small_scale(parallel))
     found: list[Deviation] = []
     losses: list[float] = []
 
@@ -93,8 +95,9 @@ def compare(
         error = relative_error(value, expected, floor)
         found.append(Deviation(what=what, name=name, step=step, error=error))
 
-    _compare_weights(parallel, reference, 0, note, floor=0.0)
-    start = [p.detach().clone() for p in reference.parameters()]
+    known = {**dict(reference.named_parameters(remove_duplicate=False)), **masters.names}
+    _compare_weights(parallel, known, 0, note, floor=0.0)
+    start = [p.detach().clone() for p in masters.parameters]
     collectives: tuple[Collective, ...] = ()
     for step in range(steps):
         recorder = parallel.world.recorder
@@ -103,25 +106,26 @@ def compare(
         collectives = recorder.stop()
         with reference_random(seed, step):
             expected = call_model(reference, batch, loss_fn)
-        optimizer.zero_grad()
-        expected.backward()
+        masters.backward(expected)
         losses.append(float(loss))
         note("loss", "loss", step, loss, expected)
         if step == 0:
-            _compare_gradients(parallel, reference, step, note)
+            _compare_gradients(parallel, masters, step, note)
         norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in reference.parameters() if p.grad is not None]
+            [p.grad for p in masters.parameters if p.grad is not None]
         )
         note("gradient norm", "all", step, parallel.grad_norm(), norm)
-        optimizer.step()
+        masters.step()
         if parallel.optimizer is not None:
+            recorder.start()
             parallel.optimizer.step()
+            collectives += recorder.stop()
             parallel.optimizer.zero_grad(set_to_none=True)
     # A bias whose gradient is zero but for rounding moves by rounding: next to what training moves
     # elsewhere, that is nothing.
-    moved = [(p - old).abs().max() for p, old in zip(reference.parameters(), start, strict=True)]
+    moved = [(p - old).abs().max() for p, old in zip(masters.parameters, start, strict=True)]
     largest = max((float(m.detach()) for m in moved), default=0.0)
-    _compare_weights(parallel, reference, steps, note, floor=largest)
+    _compare_weights(parallel, known, steps, note, floor=largest)
     return RankReport(
         rank=parallel.world.rank,
         deviations=tuple(found),
@@ -130,13 +134,22 @@ def compare(
     )
 
 
+def _small_scale(parallel: ParallelModel) -> LossScale | None:
+    """A loss scale for both sides whose first step does not overflow: the gradient of a float16
+    loss, which one device starts with, is the scale itself."""
+    if parallel.loss_scaler is None:
+        return None
+    scale = LossScale(init=2.0**8)
+    parallel.loss_scaler.load_state_dict(scale.state_dict())
+    return scale
+
+
 _Note = Callable[..., None]
 
 
 def _compare_weights(
-    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note, *, floor: float
+    parallel: ParallelModel, known: Mapping[str, Tensor], step: int, note: _Note, *, floor: float
 ) -> None:
-    known = dict(reference.named_parameters(remove_duplicate=False))
     what = "initial weights" if step == 0 else f"weights after {step} steps"
     for fqn in parallel.store.entries:
         whole = parallel.store.gather_full(fqn)
@@ -145,23 +158,23 @@ def _compare_weights(
 
 
 def _compare_gradients(
-    parallel: ParallelModel, reference: nn.Module, step: int, note: _Note
+    parallel: ParallelModel, masters: MasterWeights, step: int, note: _Note
 ) -> None:
-    known = dict(reference.named_parameters(remove_duplicate=False))
-    grads = [p.grad for p in reference.parameters() if p.grad is not None]
+    grads = [p.grad for p in masters.parameters if p.grad is not None]
     largest = max((float(grad.abs().max()) for grad in grads), default=0.0)
     for fqn, entry in parallel.store.entries.items():
         if not entry.spec.trainable:
             continue
-        whole, expected = parallel.store.gather_gradient(fqn), known[fqn].grad
-        zeros = torch.zeros_like(known[fqn])
+        master = masters.names[fqn]
+        whole, expected = parallel.store.gather_gradient(fqn), master.grad
+        zeros = torch.zeros_like(master)
         note(
             "gradient",
             fqn,
             step,
             zeros if whole is None else whole,
             zeros if expected is None else expected,
-            largest * rounding(known[fqn].dtype),
+            largest * rounding(entry.local.dtype),
         )
 
 

@@ -138,7 +138,7 @@ def build(
     micro_batches,
     model,
     change=lambda specs, sizes: specs,
-    wrap=lambda stage: stage,
+    wrap=lambda stage, store: stage,
 ):
     """`change` is applied to the specs, given the mesh sizes, `wrap` to every stage."""
     from autopar.ir.placement import P
@@ -162,7 +162,7 @@ def build(
     engine = Engine(
         world=world,
         store=store,
-        train=[wrap(stages[i]) for i in world.stages],
+        train=[wrap(stages[i], store) for i in world.stages],
         schedule=build_schedule("1f1b", pipeline, micro_batches),
         inputs=INPUTS,
         outputs=(outputs,),

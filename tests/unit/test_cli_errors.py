@@ -188,9 +188,9 @@ REFUSED = {
         r"verify and train start local CPU processes",
     ),
     "precision": (
-        ("train", "models.py:small", "--cluster", "local:2", "--precision", "bf16"),
+        ("train", "models.py:small", "--cluster", "local:2", "--precision", "fp8"),
         BAD,
-        r"precision bf16 can be planned but not run yet",
+        r"invalid choice: 'fp8'",
     ),
 }
 
