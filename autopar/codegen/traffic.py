@@ -16,6 +16,7 @@ from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.mesh import batch_count, batch_size
 from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape, nested_chunk
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
@@ -24,6 +25,9 @@ from autopar.plan.zero import stored_layout, zero_shard
 
 LOSS_BYTES = 8
 """The loss is added up in float64."""
+
+OVERFLOW_BYTES = 4
+"""Where the loss is scaled, ranks agree on whether a gradient overflowed."""
 
 
 def micro_batch_counts(
@@ -61,6 +65,11 @@ def stage_collectives(
             found[item] += times
     found.update(_sync(view, stage, at))
     found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
+    if PRECISIONS[view.plan.training.precision].loss_scale:
+        overflow = _collective(
+            CollectiveOp.ALL_REDUCE, OVERFLOW_BYTES, ("world",), "sync", "overflow"
+        )
+        found[overflow] += 1
     if view.plan.num_devices == 1:
         found.clear()
     return tuple(sorted(replace(item, count=times) for item, times in found.items()))
