@@ -60,9 +60,12 @@ def stage_collectives(
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
     found.update(_setup(view, stage))
-    for samples, times in Counter(count for count in counts if count).items():
+    # A rank without samples of a micro-batch that others have moves what weights need all the same.
+    run = [own for own, most in zip(counts, micro_batch_counts(view.plan), strict=True) if most]
+    for samples, times in Counter(run).items():
         for item in _micro_batch(view, stage, samples, place):
-            found[item] += times
+            if item.nbytes:
+                found[item] += times
     found.update(_sync(view, stage, at))
     found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
     if PRECISIONS[view.plan.training.precision].loss_scale:
