@@ -139,6 +139,7 @@ def build(
     model,
     change=lambda specs, sizes: specs,
     wrap=lambda stage, store: stage,
+    schedule="1f1b",
 ):
     """`change` is applied to the specs, given the mesh sizes, `wrap` to every stage."""
     from autopar.ir.placement import P
@@ -163,7 +164,7 @@ def build(
         world=world,
         store=store,
         train=[wrap(stages[i], store) for i in world.stages],
-        schedule=build_schedule("1f1b", pipeline, micro_batches),
+        schedule=build_schedule(schedule, pipeline, micro_batches),
         inputs=INPUTS,
         outputs=(outputs,),
         loss_layout=(P, P),

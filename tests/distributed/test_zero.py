@@ -25,7 +25,7 @@ OPTIMIZERS = {
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}
 
 
-def build(grid, level, micro_batches, model, recompute=False):
+def build(grid, level, micro_batches, model, recompute=False, schedule="1f1b"):
     return base.build(
         *GRIDS[grid],
         micro_batches,
@@ -35,12 +35,13 @@ def build(grid, level, micro_batches, model, recompute=False):
             for stage, specs in stages.items()
         },
         wrap=lambda stage, store: gathering(stage, store, recompute=recompute),
+        schedule=schedule,
     )
 
 
-def check_training(grid, level, optimizer, norm_type=2.0, micro_batches=3, recompute=False):
+def check_training(grid, level, optimizer, norm_type=2.0, micro_batches=3, **more):
     model = base.model_on()
-    _, store, engine = build(grid, level, micro_batches, model, recompute=recompute)
+    _, store, engine = build(grid, level, micro_batches, model, **more)
     cls, options = OPTIMIZERS[optimizer]
     ours = bind_optimizer((cls, options), store)
     theirs = cls(model.parameters(), **options)
@@ -80,6 +81,17 @@ def check_all(grid):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_training_equals_one_device(pool4, grid):
     pool4.run(check_all, grid)
+
+
+def check_split_backward():
+    for level in (2, 3):
+        check_training("pp2dp2", level, "momentum", schedule="zb-h1")
+        check_training("pp2dp2", level, "momentum", schedule="zb-h1", recompute=True)
+
+
+def test_backward_in_two_parts_equals_one_device(pool4):
+    """Weight gradients come later than input gradients; weights are gathered for either."""
+    pool4.run(check_split_backward)
 
 
 def step_counts(world, engine, optimizer, samples):
