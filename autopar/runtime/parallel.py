@@ -24,6 +24,7 @@ from autopar.runtime.load import LoadedProgram, parameter_specs, runnable
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.optim import OptimizerSpec, bind_optimizer
 from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.state import load_training_state, training_state
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import build_schedule
 
@@ -138,6 +139,15 @@ class ParallelModel:
         whichever rank, leaves no gradients on any rank: the optimizer's step changes nothing.
         """
         return 1.0 if self.loss_scaler is None else self.loss_scaler.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from: stored parameters (master weights where there are any),
+        optimizer state, loss scale and step; this rank's part."""
+        return training_state(self.store, self.engine, self.optimizer, self.loss_scaler)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from such a state. All ranks call it."""
+        load_training_state(state, self.store, self.engine, self.optimizer, self.loss_scaler)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original model's state dict, on rank 0; empty elsewhere. All ranks call it."""

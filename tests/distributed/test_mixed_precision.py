@@ -1,14 +1,18 @@
 """bfloat16 and float16 programs with float32 weights: numbers of one device, loss scale, bytes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from zero_programs import NARROW, build_net, net, net_batch
 
+from autopar.errors import PlanMismatch
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.measure import state_bytes
 from autopar.runtime.optim import bind_optimizer
 from autopar.runtime.reference import MasterWeights
+from autopar.runtime.state import load_training_state, training_state
 from autopar.runtime.verify import relative_error
 
 pytestmark = pytest.mark.distributed
@@ -231,6 +235,42 @@ def check_bytes():
 
 def test_bytes_are_those_of_the_precision(pool4):
     pool4.run(check_bytes)
+
+
+def check_state():
+    """A run that goes on from a saved state takes the same steps, bit by bit."""
+    for level in (0, 1, 3):
+        losses = []
+        saved = None
+        for part in (0, 1):
+            scale = LossScale(init=2.0**6)
+            _, store, engine = build_net(level=level, dtype=FP16, loss_scale=scale, **NARROW)
+            optimizer = bind_optimizer((torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}), store)
+            if part:
+                assert saved is not None
+                load_training_state(saved, store, engine, optimizer, scale)
+                assert engine.step == 2
+            for step in range(4 - 2 * part):
+                if step == 2:
+                    scale.update(overflowed=True)
+                    state = training_state(store, engine, optimizer, scale)
+                    saved = copy.deepcopy(state)
+                losses.append(float(engine.train_step(net_batch(8, FP16))))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert scale.value == 2.0**5
+        assert losses[2:4] == losses[4:]
+        assert saved is not None
+        assert {p.dtype for p in saved["model"].values()} == {FP32}
+        assert saved["loss_scale"] == {"scale": 2.0**5, "clean_steps": 0}
+        assert "exp_avg" in saved["optimizer"]["state"]["up.weight"]
+        _, other, engine = build_net(level=level, dtype=FP16, widths=(6, 8, 10), **NARROW)
+        with pytest.raises(PlanMismatch, match="another model or plan"):
+            load_training_state(saved, other, engine, None)
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_been(pool4):
+    pool4.run(check_state)
 
 
 def test_the_scale_follows_grad_scaler():
