@@ -77,12 +77,11 @@ def needs_cast(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`model.to(dtype)` as a copy whose parameters have no data, to be captured."""
+    """`model.to(dtype)` as a copy; of the weights only casts are made."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        kind = dtype if p.is_floating_point() else p.dtype
-        empty = torch.empty_like(p, dtype=kind, device="meta")
-        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        value = p.detach().to(dtype if p.is_floating_point() else p.dtype)
+        memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         for name, buffer in module._buffers.items():

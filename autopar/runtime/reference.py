@@ -151,6 +151,7 @@ class MasterWeights:
         make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
         loss_scale: LossScale | None = None,
     ) -> None:
+        self.model = model
         self._own = [p for p in model.parameters() if p.requires_grad]
         self.parameters = [
             nn.Parameter(p.detach().float()) if p.dtype in _NARROW else p for p in self._own

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from zero_programs import NARROW, build_net, net, net_batch
 
-from autopar.errors import PlanMismatch
+import autopar
+from autopar.errors import InputError, PlanMismatch
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.measure import state_bytes
 from autopar.runtime.optim import bind_optimizer
@@ -289,3 +290,80 @@ def test_the_scale_follows_grad_scaler():
     again = LossScale()
     again.load_state_dict(scale.state_dict())
     assert (again.value, again.state_dict()) == (scale.value, scale.state_dict())
+
+
+class Small(nn.Module):
+    """A frozen linear, a buffer in floating point, and a linear that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.top = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.full((8,), 1.25))
+
+    def forward(self, x, y):
+        return ((self.top(torch.tanh(self.base(x) * self.scale)) - y) ** 2).mean()
+
+
+def small(dtype=FP32):
+    torch.manual_seed(1)
+    return Small().to(dtype)
+
+
+def small_batch(dtype=FP32):
+    generator = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(8, n, generator=generator) for n in (8, 4))
+    return {"x": x.to(dtype), "y": y.to(dtype)}
+
+
+def check_parallelize():
+    """A float32 model in bf16: cast as `model.to` would, but for the weights that are trained."""
+    for given, precision in ((FP32, "bf16"), (BF16, None), (FP32, "fp16")):
+        dtype = FP16 if precision == "fp16" else BF16
+        parallel = autopar.parallelize(
+            small(given), "local:2", optimizer=adam, precision=precision, pins={"data": 2}
+        )
+        batch = small_batch(given)
+        masters = MasterWeights(
+            small(given).to(dtype), adam, LossScale(2.0**8) if dtype is FP16 else None
+        )
+        model = masters.model
+        if precision == "bf16":
+            whole = parallel.prepare(batch).program.store.gather_full("top.weight")
+            assert whole.equal(small().top.weight)  # not rounded to bfloat16
+        if dtype is FP16:  # 2^16, the gradient that the backward starts with, is no float16 number
+            parallel.train_step(batch)
+        loss = parallel.train_step(batch)
+        expected = model(**small_batch(dtype))
+        assert relative_error(loss, expected) < BOUND[dtype]
+        masters.backward(expected)
+        masters.step()
+        state = parallel.full_state_dict()
+        kinds = {name: e.local.dtype for name, e in parallel.program.store.entries.items()}
+        assert set(kinds.values()) == {dtype}
+        assert parallel.plan.training.precision == (precision or "bf16")
+        assert parallel.loss_scale == (2.0**15 if dtype is FP16 else 1.0)
+        entry = parallel.program.store.entries["base.weight"]
+        assert entry.stored is entry.local or entry.is_one_memory
+        if state:
+            for name, p in masters.names.items():
+                assert relative_error(state[name], p) < BOUND[dtype], name
+            assert state["base.weight"].dtype == dtype
+            assert state["top.weight"].dtype == FP32
+
+
+def test_a_model_is_cast_for_its_program(pool2):
+    pool2.run(check_parallelize)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_other_precisions_are_refused(precision):
+    with pytest.raises(InputError, match=rf"precision {precision} cannot be run.* bf16, fp16"):
+        autopar.parallelize(small(), "local:2", precision=precision)
+
+
+def test_dtypes_that_no_precision_has_are_refused():
+    model = small()
+    model.base.double()
+    with pytest.raises(InputError, match=r"parameters are float32, float64; expected one of"):
+        autopar.parallelize(model, "local:2")
