@@ -21,7 +21,7 @@ from autopar.runtime.outputs import collect_outputs
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.program import Forward, OutputSpec, StageProgram, Tensors
 from autopar.runtime.sync import GradientSync
-from autopar.schedules.action import Schedule
+from autopar.schedules.action import ActionKind, Schedule
 
 
 class Engine:
@@ -60,6 +60,8 @@ class Engine:
         weights = {stage: store.weights(stage) for stage in world.stages}
         training = [self._training(stage, loss_scale) for stage in train]
         self._train = Executor(world, training, weights, schedule)
+        kinds = {action.kind for action in self._train.actions}
+        self._splits_backward = ActionKind.BACKWARD_WEIGHT in kinds
         programs = train if evaluate is None else evaluate
         self._evaluate = Executor(world, programs, weights, forward_only(schedule))
         self.sync = GradientSync(store, bucket_cap_bytes, loss_scale)
@@ -75,7 +77,8 @@ class Engine:
         data = self._data(batch, training=True)
         self.store.update.catch_up()
         filled = sum(1 for span in data.spans if span.of)
-        self.sync.begin(filled, accumulate=accumulate)
+        # A backward in two parts adds to a gradient more than once: only its end is the end.
+        self.sync.begin(filled, early=not (accumulate or self._splits_backward))
         try:
             result = self._train.run(data)
         except Exception:

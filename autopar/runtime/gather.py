@@ -144,6 +144,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: ShardedWeight, axis: AxisGroup, dim: int, size: int) -> Tensor:
         ctx.weight = weight
+        ctx.set_materialize_grads(False)
         shard = weight.detach()
         whole = _all_gather(shard, axis, dim, size)
         weight.gathers.note(whole, lambda: _all_gather(shard, axis, dim, size, backward=True))
@@ -151,8 +152,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        ctx.weight.gathers.reduce(ctx.weight.fqn, grad)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, None]:
+        if grad is not None:
+            ctx.weight.gathers.reduce(ctx.weight.fqn, grad)
         return None, None, None, None
 
 

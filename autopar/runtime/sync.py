@@ -71,9 +71,13 @@ class GradientSync:
         self._seen: Counter[str] = Counter()
         self._micro_batches, self._is_early, self._next = micro_batches, early, 0
 
-    def begin(self, micro_batches: int = 1, *, accumulate: bool = False) -> None:
+    def begin(self, micro_batches: int = 1, *, early: bool = True) -> None:
         """Before the first forward of a step of so many micro-batches: set aside gradients of
-        earlier steps that are complete."""
+        earlier steps that are complete.
+
+        `early` gradients are reduced once each micro-batch has added to them: in one backward, and
+        not where sums are left for a later step.
+        """
         if not self._pending:
             self._earlier = {
                 entry.spec.fqn: local_part(entry.shared.grad)
@@ -81,7 +85,7 @@ class GradientSync:
                 if entry.shared.grad is not None
             }
             self._reset()
-        self._begin_count(micro_batches, early=not accumulate)
+        self._begin_count(micro_batches, early=early)
 
     def discard(self) -> None:
         """Forget a step that failed, and what was accumulated before it."""

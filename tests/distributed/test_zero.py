@@ -225,16 +225,16 @@ def test_frozen_weights_have_weights_only(pool4):
     pool4.run(check_frozen)
 
 
-def check_pipeline():
+def check_pipeline(level, schedule):
     """Case C14: four micro-batches, one reduce-scatter a step, gradients of one device."""
     model = base.model_on()
-    world, store, engine = build("pp2dp2", 2, 4, model)
+    world, store, engine = build("pp2dp2", level, 4, model, schedule=schedule)
     want = base.reference_step(model, 0, 8)
     world.recorder.start()
     torch.testing.assert_close(engine.train_step(base.batch(8)), want)
     events = world.recorder.stop()
     split = [entry for entry in store.trainable() if entry.split is not None]
-    assert {entry.spec.zero for entry in split} == {1, 2}
+    assert {entry.spec.zero for entry in split} == {1, level}
     numel = sum(torch.Size(entry.read_shape).numel() for entry in split)
     assert sum(e.nbytes for e in events if e.op is RS) == 8 * numel
     for name, p in model.named_parameters():
@@ -242,8 +242,10 @@ def check_pipeline():
             torch.testing.assert_close(store.gather_gradient(name), p.grad, **TIGHT)
 
 
-def test_a_pipeline_reduces_once_a_step(pool4):
-    pool4.run(check_pipeline)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_pipeline_reduces_once_a_step(pool4, level, schedule):
+    pool4.run(check_pipeline, level, schedule)
 
 
 def check_accumulation():
