@@ -29,7 +29,7 @@ from autopar.search.pricer import Grid, Pricer
 from autopar.search.prices import Prices
 from autopar.search.setting import Setting
 
-FREE_LEVELS = (0,)
+FREE_LEVELS = (0, 1, 2, 3)
 """ZeRO levels that are searched where none is pinned."""
 
 PREFETCHED = 2
