@@ -42,6 +42,8 @@ class LocalNode:
         return self.mesh.axes[self.kernels.index(kernel)]
 
 
+CAUSAL_ROWS = "causal_rows"
+
 _VALUE_OPS = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "remainder", "floor_divide"))
 _VALUE_OPS |= frozenset(("clamp", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill", "fill"))
 _VALUE_OPS |= frozenset(("where", "full"))
@@ -95,14 +97,28 @@ def _where(size: Size, dim: int, layout: Layout, mesh: Mesh) -> str:
     if size.is_batch:
         factor = "" if size.per_sample == 1 else f"{size.per_sample} * "
         return f"{factor}ctx.sample_offset"
-    starts, extent = [], str(size.const)
-    for axis, parts, placement in zip(mesh.axes, mesh.sizes, layout, strict=True):
-        if isinstance(placement, Shard) and placement.dim == dim and parts > 1:
-            if placement.pieces:
-                return f"{axis}.ranges({size.const}, {placement.pieces})"
-            starts.append(f"{axis}.start({extent})")
-            extent = f"{axis}.share({extent})"
-    return " + ".join(starts) or "0"
+    cuts = _cuts(dim, layout, mesh)
+    if len(cuts) == 1 and not cuts[0][1].pieces:
+        return f"{cuts[0][0]}.start({size.const})"
+    return _ranges(size.const, cuts) if cuts else "0"
+
+
+def _cuts(dim: int, layout: Layout, mesh: Mesh) -> list[tuple[str, Shard]]:
+    """The axes that split a dim, outermost first."""
+    return [
+        (axis, placement)
+        for axis, parts, placement in zip(mesh.axes, mesh.sizes, layout, strict=True)
+        if isinstance(placement, Shard) and placement.dim == dim and parts > 1
+    ]
+
+
+def _ranges(extent: int, cuts: Sequence[tuple[str, Shard]]) -> str:
+    """The ranges of a dim that a rank holds."""
+    (axis, first), *inner = cuts
+    text = f"{axis}.ranges({extent}{f', {first.pieces}' if first.pieces else ''})"
+    for axis, _ in inner:
+        text = f"{axis}.cut({text})"
+    return text
 
 
 def _weights_spec(local: LocalNode) -> tuple[TensorSpec, Layout]:
@@ -120,15 +136,21 @@ def _random_dropout(local: LocalNode, call: Call) -> str:
     return f"kernels.dropout({call.args[0]}, {call.arg(1, 'p')}, ctx, op={op}, dims={dims})"
 
 
-def _random_attention(local: LocalNode, call: Call) -> str:
+def _kernel_attention(local: LocalNode, call: Call) -> str:
+    """Attention with a mask that depends on where the local queries stand."""
     spec, layout = _weights_spec(local)
     names = ("attn_mask", "dropout_p", "is_causal")
     options = {name: call.arg(3 + i, name, "False") for i, name in enumerate(names)}
     options["attn_mask"] = call.arg(3, "attn_mask")
     options |= {k: call.kwargs[k] for k in ("scale", "enable_gqa") if k in call.kwargs}
-    shown = [f"{key}={value}" for key, value in options.items()]
-    shown += ["ctx=ctx", f"op=random + {local.random_index}"]
-    shown += [f"dims={element_dims(spec, layout, local.mesh)}"]
+    shown = [f"{key}={value}" for key, value in options.items() if value != "None"]
+    if CAUSAL_ROWS in local.kernels:
+        rows = len(spec.shape) - 2
+        cuts = _cuts(rows, layout, local.mesh)
+        shown.append(f"rows={_ranges(spec.shape[rows].const, cuts)}")
+    if local.random_index is not None:
+        shown += ["ctx=ctx", f"op=random + {local.random_index}"]
+        shown += [f"dims={element_dims(spec, layout, local.mesh)}"]
     return f"kernels.attention({', '.join([*call.args[:3], *shown])})"
 
 
@@ -190,8 +212,10 @@ def _print_node(local: LocalNode, call: Call) -> str:
     if node.target in EXPERT_PRINTERS:
         return EXPERT_PRINTERS[node.target](call)
     if local.random_index is not None:
-        printer = _random_attention if node.op.endswith("attention") else _random_dropout
+        printer = _kernel_attention if node.op.endswith("attention") else _random_dropout
         return printer(local, call)
+    if CAUSAL_ROWS in local.kernels:
+        return _kernel_attention(local, call)
     return print_call(call) if local.split is None else _split_product(local.split, call)
 
 

@@ -16,7 +16,6 @@ from autopar.ir.graph import OpNode, Ref, SourceKind
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import (
-    STRATEGY_BATCH,
     BlockFlow,
     block_edges,
     block_flow,
@@ -27,7 +26,7 @@ from autopar.plan.pipeline import splits_backward
 from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, StagePlan, Variant
 from autopar.plan.split import Product, split_products
 from autopar.plan.zero import ZeroShard, zero_shard
-from autopar.rules import GraphFacts, axis_strategies
+from autopar.rules import GraphFacts
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class ModelView(GraphFacts):
             )
         return choices
 
-    def strategies(self, node: OpNode, choice: NodeChoice) -> tuple[AxisStrategy, ...]:
+    def chosen(self, node: OpNode, choice: NodeChoice) -> tuple[AxisStrategy, ...]:
         """The strategy on each axis, found again in the rules from the placements chosen."""
         found = []
         for axis in range(len(self.mesh.axes)):
@@ -154,15 +153,10 @@ class ModelView(GraphFacts):
         inputs: tuple[Placement, ...],
         outputs: tuple[Placement, ...],
     ) -> AxisStrategy:
-        size, settled = self.mesh.sizes[axis], self.batch.strategies[node.name]
-        if self.plan.axes[axis].splits_samples and settled.inputs == inputs:
-            return settled
         if all(p == R for p in (*inputs, *outputs)):
             return AxisStrategy(inputs=inputs, outputs=outputs)
-        offered = axis_strategies(
-            node, self.specs, size=size, batch=STRATEGY_BATCH, hints=self.hints
-        )
-        for strategy in offered:
+        size = self.mesh.sizes[axis]
+        for strategy in self.strategies(node, self.plan.axes[axis]):
             if strategy.inputs == inputs and strategy.outputs == outputs:
                 return strategy
         placed = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
@@ -180,7 +174,7 @@ class ModelView(GraphFacts):
             LocalNode(
                 node=self.nodes[name],
                 choice=choices[name],
-                kernels=tuple(s.kernel for s in self.strategies(self.nodes[name], choices[name])),
+                kernels=tuple(s.kernel for s in self.chosen(self.nodes[name], choices[name])),
                 random_index=(
                     self.random_numbers[name] - first if name in self.random_numbers else None
                 ),

@@ -149,7 +149,7 @@ def _inner(
     view: ModelView, node: OpNode, choice: NodeChoice, whole_batch: int, at: tuple[int, ...]
 ) -> Iterator[Collective]:
     """Collectives inside a node's kernels."""
-    for axis, strategy in enumerate(view.strategies(node, choice)):
+    for axis, strategy in enumerate(view.chosen(node, choice)):
         if view.mesh.sizes[axis] == 1:
             continue
         for inner in strategy.collectives:

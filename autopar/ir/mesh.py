@@ -27,12 +27,14 @@ BATCH_AXES = (DATA, SHARD)
 class MeshAxis:
     """A named axis of every stage's mesh and its size.
 
-    `sequence` tells whether the values that pass between blocks are split along the sequence.
+    `sequence` tells whether the values that pass between blocks are split along the sequence,
+    `zigzag` that every rank holds an early and a late part of it, as causal attention asks for.
     """
 
     name: str
     size: int
     sequence: bool = False
+    zigzag: bool = False
 
     @property
     def splits_samples(self) -> bool:
@@ -41,13 +43,20 @@ class MeshAxis:
 
 
 def stage_mesh(
-    *, data: int = 1, shard: int = 1, context: int = 1, tensor: int = 1, sequence: bool = False
+    *,
+    data: int = 1,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    sequence: bool = False,
+    zigzag: bool = False,
 ) -> tuple[MeshAxis, ...]:
-    """The axes of a mesh with these degrees; `sequence` is that of the tensor axis."""
+    """The axes of a mesh with these degrees; `sequence` is that of the tensor axis, `zigzag` that
+    of the context axis."""
     axes = (
         MeshAxis(name=DATA, size=data),
         MeshAxis(name=SHARD, size=shard),
-        MeshAxis(name=CONTEXT, size=context, sequence=True),
+        MeshAxis(name=CONTEXT, size=context, sequence=True, zigzag=zigzag),
         MeshAxis(name=TENSOR, size=tensor, sequence=sequence),
     )
     return tuple(axis for axis in axes if axis.size > 1 or axis.name in (DATA, TENSOR))

@@ -13,7 +13,9 @@ ways:
 `R` and `R*` differ only for values that carry a gradient. Going from `R` to `R*` moves nothing
 forward and all-reduces the gradient backward (the `f` of Megatron-LM); `P(sum)` to `R` all-reduces
 forward and moves nothing backward (its `g`). `S(d:a|b|c)` splits every piece of the dim by itself,
-as a packed query-key-value projection needs: a rank holds its share of each piece.
+as a packed query-key-value projection needs: a rank holds its share of each piece. A piece with a
+minus sign is dealt out from the last rank to the first: under `S(1:8|-8)` the first rank holds the
+two ends of the dim and the last one its middle, which balances causal attention ("zig-zag").
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Union
 
-_SHARD = re.compile(r"^S\((\d+)(?::([\d|]+))?\)$")
+_SHARD = re.compile(r"^S\((\d+)(?::(-?\d+(?:\|-?\d+)*))?\)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Split along `dim`; each of `pieces` (which sum to the dim) is split by itself if given."""
+    """Split along `dim`; each of `pieces` (whose sizes sum to the dim) is split by itself if given,
+    a negative one in the reverse order of ranks."""
 
     dim: int
     pieces: tuple[int, ...] = ()
@@ -106,19 +109,26 @@ def nested_chunk(size: int, parts: Sequence[int], at: Sequence[int]) -> tuple[in
 
 
 def local_size(size: int, placement: Shard, parts: int, rank: int) -> int:
-    """Extent of the sharded dim on `rank`; rank 0 always holds the largest share."""
-    pieces = placement.pieces or (size,)
-    return sum(chunk_sizes(piece, parts)[rank] for piece in pieces)
+    """Extent of the sharded dim on `rank`; rank 0 holds the largest share of every piece that is
+    not reversed."""
+    return sum(length for _, length in local_slices(size, placement, parts, rank))
 
 
 def local_slices(size: int, placement: Shard, parts: int, rank: int) -> tuple[tuple[int, int], ...]:
     """`(start, length)` ranges of the dim that `rank` holds, in order; one range per piece."""
     ranges, start = [], 0
     for piece in placement.pieces or (size,):
-        offset = chunk_offsets(piece, parts)[rank]
-        ranges.append((start + offset, chunk_sizes(piece, parts)[rank]))
-        start += piece
+        length = abs(piece)
+        at = rank if piece >= 0 else parts - 1 - rank
+        ranges.append((start + chunk_offsets(length, parts)[at], chunk_sizes(length, parts)[at]))
+        start += length
     return tuple(ranges)
+
+
+def zigzag(size: int, parts: int) -> tuple[int, ...]:
+    """Pieces that give every rank an early and a late part of a dim; none where it cannot be cut in
+    `2 * parts` equal ones."""
+    return () if size % (2 * parts) else (size // 2, -(size // 2))
 
 
 def local_shape(
@@ -140,5 +150,5 @@ def largest_shape(
     for placement, parts in zip(layout, axis_sizes, strict=True):
         if isinstance(placement, Shard):
             pieces = placement.pieces or (result[placement.dim],)
-            result[placement.dim] = sum(-(-piece // parts) for piece in pieces)
+            result[placement.dim] = sum(-(-abs(piece) // parts) for piece in pieces)
     return tuple(result)

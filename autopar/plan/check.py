@@ -210,7 +210,7 @@ def _layout_problems(
         if isinstance(placement, Shard):
             if placement.dim >= len(shape):
                 yield f"{where}: {placement} of a tensor of {plural(len(shape), 'dim')}"
-            elif placement.pieces and sum(placement.pieces) != shape[placement.dim]:
+            elif placement.pieces and sum(map(abs, placement.pieces)) != shape[placement.dim]:
                 yield f"{where}: the pieces of {placement} are not {shape[placement.dim]} together"
 
 

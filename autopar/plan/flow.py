@@ -15,17 +15,10 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp, Transition, transition
 from autopar.ir.graph import DTYPE_BYTES, OpGraph, OpNode, Ref, SourceKind, TensorSpec
 from autopar.ir.mesh import MeshAxis
-from autopar.ir.placement import Layout, Placement, R, Shard, local_shape
+from autopar.ir.placement import Layout, Placement, R, Shard, local_shape, zigzag
 from autopar.ir.size import shape_at
 from autopar.ir.strategy import BatchAxis
 from autopar.plan.plan import NodeChoice
-
-STRATEGY_BATCH = 2
-"""Samples for which the strategies of the axes that do not split samples are listed.
-
-They do not depend on it; 1 would let a dim of batch times
-heads pass for one of heads.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,12 +161,21 @@ def shared_layouts(
         for index, placement in enumerate(batch.strategies[node.name].outputs):
             ref = Ref(node.name, index)
             samples = R if node.name in summed else placement
-            cut = ref in sequence and ref in differentiable
-            along: Placement = Shard(sequence[ref]) if cut else R
+            dim = sequence.get(ref) if ref in differentiable else None
             layouts[ref] = tuple(
-                samples if axis.splits_samples else along if axis.sequence else R for axis in axes
+                samples
+                if axis.splits_samples
+                else R
+                if dim is None or not axis.sequence
+                else sequence_shard(dim, node.outputs[index].shape[dim].const, axis)
+                for axis in axes
             )
     return layouts
+
+
+def sequence_shard(dim: int, extent: int, axis: MeshAxis) -> Shard:
+    """How an axis that splits the sequence cuts a dim that runs over it."""
+    return Shard(dim, zigzag(extent, axis.size) if axis.zigzag else ())
 
 
 def block_edges(

@@ -11,13 +11,17 @@ ATTENTION_DROPOUT = Kernel(name="attention_dropout")
 """Attention whose dropout mask is cut from the one a single device would draw."""
 
 
+CAUSAL_ROWS = Kernel(name="causal_rows")
+"""Causal attention of some of the queries to the keys up to each."""
+
+
 @register("aten.scaled_dot_product_attention")
 def _attention(op: Op) -> IndexExpr:
     """`... h q d, ... h k d, ... h k e, (... h q k) -> ... h q e`.
 
-    Keys are read whole by the softmax. Queries may be split unless the op builds a causal mask
-    itself, for that mask starts at query 0. With grouped queries, query heads are `(h r)` where
-    key-value heads are `h`, so splitting `h` keeps each query with its keys.
+    Keys are read whole by the softmax. Where the op builds a causal mask itself and queries are
+    split, the kernel is told which of them a rank holds. With grouped queries, query heads are
+    `(h r)` where key-value heads are `h`, so splitting `h` keeps each query with its keys.
     """
     query, key = op.inputs[0].shape, op.inputs[1].shape
     lead_shape = op.outputs[0].shape[:-2]
@@ -31,7 +35,7 @@ def _attention(op: Op) -> IndexExpr:
         kv_lead, kv_shape = (*lead[:-1], ("h",)), (*lead_shape[:-1], key[-3])
         lead = (*lead[:-1], heads)
     causal = bool(op.arg(5, "is_causal", False))
-    row: tuple[str, ...] = () if causal or query[-2] == FROZEN_ONE else ("q",)
+    row: tuple[str, ...] = () if query[-2] == FROZEN_ONE else ("q",)
     inputs: dict[tuple[int, str], Dims] = {
         (0, "query"): (*_lead(query, lead, lead_shape), row, ()),
         (1, "key"): (*_lead(key, kv_lead, kv_shape), (), ()),
@@ -47,6 +51,7 @@ def _attention(op: Op) -> IndexExpr:
         even=frozenset(heads),
         filled=True,
         kernel=ATTENTION_DROPOUT if op.arg(4, "dropout_p", 0.0) else LOCAL,
+        kernels={"q": CAUSAL_ROWS} if causal else {},
     )
 
 

@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.graph import OpGraph, OpNode, Ref, Source, TensorSpec
-from autopar.ir.strategy import BatchAxis
+from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
+from autopar.ir.mesh import CONTEXT, MeshAxis
+from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.batch import batch_axis
+from autopar.rules.context import along_sequence
 from autopar.rules.pieces import piece_hints
+from autopar.rules.registry import axis_strategies
 from autopar.rules.sequence import sequence_dims
+
+ATTENTION = "aten.scaled_dot_product_attention"
+
+STRATEGY_BATCH = 2
+"""Samples for which the strategies of the axes that do not split samples are listed.
+
+They do not depend on it; 1 would let a dim of batch times heads pass for one of heads.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,52 @@ class GraphFacts:
     def sequence(self) -> Mapping[Ref, int]:
         """The sequence dim of the values that have one."""
         return sequence_dims(self.graph)
+
+    @cached_property
+    def has_causal_attention(self) -> bool:
+        """Whether some attention lets a query see only the keys before it."""
+        return any(
+            node.op == ATTENTION and bool(node.arg(5, "is_causal", False))
+            for node in self.graph.nodes
+        )
+
+    def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        """Every way to run a node over a mesh axis."""
+        if axis.splits_samples:
+            return (self.batch.strategies[node.name],)
+        key = (node.name, axis)
+        if key not in self._strategies:
+            self._strategies[key] = self._offered(node, axis)
+        return self._strategies[key]
+
+    @cached_property
+    def _strategies(self) -> dict[object, tuple[AxisStrategy, ...]]:
+        return {}
+
+    def _offered(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        found = axis_strategies(
+            node, self.specs, size=axis.size, batch=STRATEGY_BATCH, hints=self.hints
+        )
+        if axis.size == 1:
+            return found[:1]
+        if axis.name != CONTEXT:
+            return found
+        fitting = along_sequence(
+            node,
+            found,
+            axis,
+            specs=self.specs,
+            sequence=self.sequence,
+            parameters=self.parameters,
+        )
+        return tuple(fitting)
+
+    @cached_property
+    def parameters(self) -> frozenset[Ref]:
+        """The values that are parameters."""
+        return frozenset(
+            Ref(source.name) for source in self.graph.sources if source.kind is SourceKind.PARAMETER
+        )
 
     @cached_property
     def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:

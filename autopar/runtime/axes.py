@@ -21,6 +21,9 @@ from autopar.runtime.recorder import Recorder
 
 FORWARD, BACKWARD = "forward", "backward"
 
+Ranges = tuple[tuple[int, int], ...]
+"""`(start, length)` of parts of a dim."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AxisGroup:
@@ -54,9 +57,21 @@ class AxisGroup:
         """How much of a dim this rank's shard holds."""
         return local_size(size, Shard(0, pieces), self.size, self.rank)
 
-    def ranges(self, size: int, pieces: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
+    def ranges(self, size: int, pieces: tuple[int, ...] = ()) -> Ranges:
         """`(start, length)` of each range of a dim that this rank's shard holds."""
         return local_slices(size, Shard(0, pieces), self.size, self.rank)
+
+    def cut(self, ranges: Ranges) -> Ranges:
+        """This rank's share of what `ranges` of a dim hold together, as ranges of the dim."""
+        total = sum(length for _, length in ranges)
+        first, length = self.start(total), self.share(total)
+        found, passed = [], 0
+        for start, size in ranges:
+            low, high = max(first, passed), min(first + length, passed + size)
+            if high > low:
+                found.append((start + low - passed, high - low))
+            passed += size
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

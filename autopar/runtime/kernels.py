@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
 
+from autopar.runtime.axes import Ranges
 from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
 from autopar.runtime.experts import (
     expert_mm,
@@ -65,16 +67,21 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    ctx: RandomKey,
+    rows: Ranges | None = None,
+    ctx: RandomKey | None = None,
     op: int = 0,
     dims: Dims = (),
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, with dropout drawn by position.
 
-    `op` and `dims` are those of `dropout` on the attention weights `[..., heads, queries, keys]`.
-    Without dropout this is torch's own, which never makes the weights.
+    `rows` are the `(start, length)` ranges of queries that `q` holds, for a causal mask; by default
+    from the first query on. `op` and `dims` are those of `dropout` on the attention weights
+    `[..., heads, queries, keys]`. Without dropout this is torch's own, which never makes the
+    weights.
     """
-    if not ctx.training or dropout_p == 0.0:
+    if ctx is None or not ctx.training or dropout_p == 0.0:
+        if is_causal and rows is not None:
+            return _causal_rows(q, k, v, rows, scale, enable_gqa)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -83,7 +90,9 @@ def attention(
         v = v.repeat_interleave(q.size(-3) // v.size(-3), -3)
     scores = (q * (q.size(-1) ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     if is_causal:
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        at = rows or ((0, scores.size(-2)),)
+        queries = torch.cat([torch.arange(first, first + size) for first, size in at])
+        causal = queries.to(q.device)[:, None] >= torch.arange(scores.size(-1), device=q.device)
         scores = scores.masked_fill(~causal, float("-inf"))
     if attn_mask is not None:
         hides = attn_mask.dtype == torch.bool
@@ -96,6 +105,25 @@ def attention(
     blind = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     return dropout(weights, dropout_p, ctx, op=op, dims=dims) @ v
+
+
+def _causal_rows(
+    q: Tensor, k: Tensor, v: Tensor, rows: Ranges, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Causal attention of ranges of queries, each to no more keys than its last query sees."""
+    parts, taken = [], 0
+    for start, length in rows:
+        part, end = q.narrow(-2, taken, length), start + length
+        taken += length
+        if length:
+            keys, values = k.narrow(-2, 0, end), v.narrow(-2, 0, end)
+            mask = causal_lower_right(length, end) if start else None
+            parts.append(
+                F.scaled_dot_product_attention(
+                    part, keys, values, mask, 0.0, start == 0, scale=scale, enable_gqa=enable_gqa
+                )
+            )
+    return torch.cat(parts, -2)
 
 
 def cross_entropy_sum(

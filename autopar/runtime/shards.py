@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.ir.placement import Shard, local_size, local_slices
+from autopar.ir.placement import Shard, chunk_sizes, local_size, local_slices
 
 Pieces = tuple[int, ...]
 
@@ -36,7 +36,8 @@ def join(shards: Sequence[Tensor], dim: int, size: int, pieces: Pieces) -> Tenso
     """
     parts, runs, taken = len(shards), [], [0] * len(shards)
     for piece in pieces or (size,):
-        for rank, length in enumerate(sizes(piece, (), parts)):
+        ranks = range(parts) if piece >= 0 else reversed(range(parts))
+        for rank, length in zip(ranks, chunk_sizes(abs(piece), parts), strict=True):
             runs.append(shards[rank].narrow(dim, taken[rank], length))
             taken[rank] += length
     return torch.cat(runs, dim)

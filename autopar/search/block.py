@@ -74,7 +74,7 @@ def is_consistent(layout: Layout, samples: int = 0, sequence: int | None = None)
     whole = [p.dim for p in layout[:samples] if isinstance(p, Shard)]
     rest = [p for p in layout[samples:] if isinstance(p, Shard)]
     along = [p for p in rest if p.dim == sequence]
-    if len(along) > 1 and any(p.pieces for p in along):
+    if any(p.pieces for p in along[1:]):
         return False
     dims = [p.dim for p in rest if p.dim != sequence]
     return len(dims) == len(set(dims)) and not set(whole) & {p.dim for p in rest}

@@ -7,6 +7,7 @@ from math import ceil, prod
 
 from autopar.errors import InputError
 from autopar.ir.mesh import CONTEXT, MeshAxis, stage_mesh
+from autopar.ir.placement import zigzag
 from autopar.search.pins import MESH_DEGREES, Pins
 from autopar.search.pricer import Grid
 from autopar.search.setting import Setting
@@ -87,6 +88,8 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
                         context=context,
                         tensor=tensor,
                         sequence=sequence,
+                        zigzag=setting.has_causal_attention
+                        and bool(zigzag(setting.sequence_length, context)),
                     )
 
 

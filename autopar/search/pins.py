@@ -146,9 +146,10 @@ def _check_placement(name: str, placement: Placement, source: Source) -> None:
     if placement.dim >= len(shape):
         dims = f"dims 0 to {len(shape) - 1}" if shape else "no dims"
         raise InputError(f"pin weight:{name}={placement}: it has {dims}, its shape is {shape}")
-    if placement.pieces and sum(placement.pieces) != shape[placement.dim]:
+    total = sum(map(abs, placement.pieces))
+    if placement.pieces and total != shape[placement.dim]:
         raise InputError(
-            f"pin weight:{name}={placement}: the pieces add up to {sum(placement.pieces)}, dim "
+            f"pin weight:{name}={placement}: the pieces add up to {total}, dim "
             f"{placement.dim} of its shape {shape} is {shape[placement.dim]}"
         )
 

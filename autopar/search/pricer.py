@@ -15,13 +15,12 @@ from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
 from autopar.ir.collective import CollectiveOp
-from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source, SourceKind
+from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
 from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis, batch_size
 from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
-from autopar.plan.flow import STRATEGY_BATCH, BlockFlow, block_edges, block_flow
+from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
-from autopar.rules import axis_strategies
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.prices import CollectiveTime, Prices
@@ -112,7 +111,7 @@ class Pricer:
 
     setting: Setting
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
-    _strategies: dict[tuple[str, str, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
     _times: dict[LocalOp, tuple[float, float, bool]] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
@@ -132,43 +131,17 @@ class Pricer:
 
     def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """The strategies of a node on a mesh axis."""
-        if axis.splits_samples:
-            return (self.setting.batch.strategies[node.name],)
-        key = (node.name, axis.name, axis.size)
+        key = (node.name, axis)
         if key not in self._strategies:
-            self._strategies[key] = self._offered(node, axis)
+            self._strategies[key] = self._honour_pin(node, axis)
         return self._strategies[key]
 
-    def _offered(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
-        found = axis_strategies(
-            node,
-            self.setting.specs,
-            size=axis.size,
-            batch=STRATEGY_BATCH,
-            hints=self.setting.hints,
-        )
-        if axis.size == 1:
-            return found[:1]
-        if axis.name == CONTEXT:
-            return tuple(s for s in found if self._keeps_weights_whole(node, s))
-        return self._honour_pin(node, axis.size, found)
-
-    def _keeps_weights_whole(self, node: OpNode, strategy: AxisStrategy) -> bool:
-        """Whether no parameter is split, other than along the sequence."""
-        sources, sequence = self.setting.sources, self.setting.sequence
-        return all(
-            not isinstance(placement, Shard)
-            or ref.name not in sources
-            or sources[ref.name].kind is not SourceKind.PARAMETER
-            or sequence.get(ref) == placement.dim
-            for ref, placement in zip(node.inputs(), strategy.inputs, strict=True)
-        )
-
-    def _honour_pin(
-        self, node: OpNode, size: int, found: tuple[AxisStrategy, ...]
-    ) -> tuple[AxisStrategy, ...]:
-        """A pinned tensor degree splits every heavy op that can be split off the batch dim."""
-        if self.setting.pins.tensor != size or node.op not in HEAVY_OPS:
+    def _honour_pin(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        """A pinned tensor or context degree splits every heavy op that can be split off the batch
+        dim."""
+        found, pins = self.setting.strategies(node, axis), self.setting.pins
+        degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
+        if degree != axis.size or node.op not in HEAVY_OPS:
             return found
         return tuple(s for s in found if self.splits_work(node, s)) or found
 

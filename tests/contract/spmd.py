@@ -260,6 +260,17 @@ def _attention_dropout(case: Case, ranks: list[Rank], strategy: AxisStrategy) ->
     return results
 
 
+def _causal_rows(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list[Any]:
+    results, (q, k) = [], case.args[:2]
+    rows = len(q.shape) - 2
+    for index, (args, _) in enumerate(ranks):
+        ((start, length),) = local_slices(q.shape[rows], Shard(rows), len(ranks), index)
+        seen = torch.ones(q.shape[rows], k.shape[-2], dtype=torch.bool).tril()
+        mask = seen[start : start + length]
+        results.append(torch.nn.functional.scaled_dot_product_attention(*args[:3], mask))
+    return results
+
+
 def _vocab_embedding(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list[Any]:
     results, rows = [], case.args[0].shape[0]
     for index, (args, _) in enumerate(ranks):
@@ -297,6 +308,7 @@ def _partial_mean(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list
 KERNELS = {
     "dropout": _dropout,
     "attention_dropout": _attention_dropout,
+    "causal_rows": _causal_rows,
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "partial_mean": _partial_mean,

@@ -234,4 +234,4 @@ def test_attention_heads_split_into_equal_parts_only():
     target = "aten.scaled_dot_product_attention.default"
     shape = ("batch", 5, 16, 8)
     found = strategies(target, [spec(*shape)] * 3, shape, None, 0.0, True, size=2)
-    assert found[2:] == ["S(0), S(0), S(0) -> S(0)"]
+    assert found[2:] == ["S(0), S(0), S(0) -> S(0)", "S(2), R*, R* -> S(2) [causal_rows]"]

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.ir.placement import Shard, local_slices, zigzag
 from autopar.runtime import kernels
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.context import StepContext
@@ -257,3 +258,30 @@ def test_reference_random_reaches_dropout_inside_multi_head_attention():
         _, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
     keep = keep_mask(context(seed=0, step=0), 0, 0.5, whole_dims((4, 3, 3)), torch.empty(4, 3, 3))
     assert (weights.view(4, 3, 3) != 0).equal(keep)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_causal_attention_of_some_queries_is_that_of_all(heads):
+    """Ranges of queries, with grouped keys too, against the whole causal attention."""
+    q = torch.randn(2, 4, 12, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, heads, 12, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    grouped = heads != 4
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    for size in (2, 3, 4):
+        parts = [((3 * r, 3),) if size == 4 else zigzag_ranges(r, size) for r in range(size)]
+        assert sorted(i for rows in parts for s, n in rows for i in range(s, s + n)) == [*range(12)]
+        for rows in parts:
+            index = torch.tensor([i for start, n in rows for i in range(start, start + n)])
+            local = q.index_select(2, index)
+            got = kernels.attention(local, k, v, None, 0.0, True, enable_gqa=grouped, rows=rows)
+            torch.testing.assert_close(got, whole.index_select(2, index))
+            wanted = torch.autograd.grad(
+                whole.index_select(2, index).square().sum(), (q, k, v), retain_graph=True
+            )
+            given = torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True)
+            for a, b in zip(given, wanted, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def zigzag_ranges(rank, size):
+    return local_slices(12, Shard(0, zigzag(12, size)), size, rank)
