@@ -9,6 +9,7 @@ from functools import cached_property
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.mesh import CONTEXT, MeshAxis
 from autopar.ir.strategy import AxisStrategy, BatchAxis
+from autopar.rules.attention import CAUSAL_ROWS
 from autopar.rules.batch import batch_axis
 from autopar.rules.context import along_sequence
 from autopar.rules.pieces import piece_hints
@@ -88,7 +89,8 @@ class GraphFacts:
         if axis.size == 1:
             return found[:1]
         if axis.name != CONTEXT:
-            return found
+            # Causal queries are split where the sequence can be dealt out in a balanced order.
+            return tuple(s for s in found if s.kernel != CAUSAL_ROWS.name)
         fitting = along_sequence(
             node,
             found,
