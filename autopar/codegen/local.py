@@ -10,10 +10,12 @@ from autopar.codegen.expert_text import EXPERT_PRINTERS
 from autopar.codegen.sizes import shape_text, size_text
 from autopar.codegen.targets import Call, print_call
 from autopar.ir.graph import Arg, OpNode, Ref, Size, TensorSpec
+from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import Layout, Shard
 from autopar.plan.flow import Move
 from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product
+from autopar.rules.expert_axis import EXCHANGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +212,9 @@ def _print_node(local: LocalNode, call: Call) -> str:
         ignore = call.arg(1, "ignore_index", "-100")
         return f"kernels.count_valid({call.args[0]}, {ignore}, {dtype})"
     if node.target in EXPERT_PRINTERS:
-        return EXPERT_PRINTERS[node.target](call)
+        kernels = zip(local.mesh.axes, local.kernels, strict=True)
+        exchanged = [axis for axis, kernel in kernels if kernel in EXCHANGES]
+        return EXPERT_PRINTERS[node.target](call, exchanged[0] if exchanged else "")
     if local.random_index is not None:
         printer = _kernel_attention if node.op.endswith("attention") else _random_dropout
         return printer(local, call)
@@ -254,6 +258,22 @@ def node_text(local: LocalNode, names: Callable[[Ref, int], str]) -> str:
     return _print_node(local, call)
 
 
+def _exchange_of_samples(
+    name: str, axis: str, before: Shard, after: Shard, spec: TensorSpec
+) -> str:
+    """Samples for shards of another dim, or back."""
+    to_samples = spec.shape[after.dim].is_batch
+    samples, other = (after, before) if to_samples else (before, after)
+    per_sample = spec.shape[samples.dim].per_sample
+    shares = f"ctx.sample_shares({axis}{'' if per_sample == 1 else f', {per_sample}'})"
+    if to_samples:
+        size = spec.shape[other.dim].const
+        return (
+            f"comm.shards_to_samples({name}, {axis}, {samples.dim}, {other.dim}, {size}, {shares})"
+        )
+    return f"comm.samples_to_shards({name}, {axis}, {samples.dim}, {other.dim}, {shares})"
+
+
 def move_text(move: Move, name: str, spec: TensorSpec, mesh: Mesh) -> str:
     """A move as a call of the runtime's function of that name."""
     axis, before, after = mesh.axes[move.axis], move.before[move.axis], move.after[move.axis]
@@ -263,6 +283,8 @@ def move_text(move: Move, name: str, spec: TensorSpec, mesh: Mesh) -> str:
         rest = tuple(a for a in mesh.axes if a != axis)
         sizes = tuple(s for a, s in zip(mesh.axes, mesh.sizes, strict=True) if a != axis)
         size = shape_text(spec, others, rest, sizes)[before.dim]
+        if isinstance(after, Shard) and axis in BATCH_AXES:
+            return _exchange_of_samples(name, axis, before, after, spec)
         if isinstance(after, Shard):
             arguments += [str(before.dim), str(after.dim), size]
             arguments += [f"src_pieces={before.pieces}"] if before.pieces else []

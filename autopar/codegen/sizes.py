@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from autopar.ir.graph import TensorSpec
-from autopar.ir.placement import Layout, Shard
+from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.placement import ByExpert, Layout, Shard
 from autopar.ir.size import Size
 
 
@@ -18,9 +19,9 @@ def size_text(size: Size) -> str:
 def dim_text(
     size: Size, dim: int, layout: Layout, axes: Sequence[str], sizes: Sequence[int]
 ) -> str:
-    """Local extent of one dim. A batch-sized dim follows `batch`, which is local already."""
+    """Local extent of one dim."""
     if size.is_batch:
-        return size_text(size)
+        return _samples_text(size, dim, layout, axes, sizes)
     split = [
         (name, parts, placement)
         for name, parts, placement in zip(axes, sizes, layout, strict=True)
@@ -36,6 +37,20 @@ def dim_text(
     for name, _, placement in split:
         text = f"{name}.share({text}{f', {placement.pieces}' if placement.pieces else ''})"
     return text
+
+
+def _samples_text(
+    size: Size, dim: int, layout: Layout, axes: Sequence[str], sizes: Sequence[int]
+) -> str:
+    """A batch-sized dim: of this rank's samples, or, where an axis splits another dim instead, of
+    those of all ranks along it; -1 for rows by expert, whose number is not known before."""
+    for name, parts, placement in zip(axes, sizes, layout, strict=True):
+        if isinstance(placement, ByExpert) and dim == 0:
+            return "-1"
+        elsewhere = isinstance(placement, Shard) and placement.dim != dim
+        if name in BATCH_AXES and parts > 1 and elsewhere:
+            return size_text(size).replace("batch", f"sum(ctx.sample_shares({name}))")
+    return size_text(size)
 
 
 def shape_text(

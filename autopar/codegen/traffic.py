@@ -155,8 +155,7 @@ def _inner(
         for inner in strategy.collectives:
             ref = node.inputs()[inner.like_input]
             layout = choice.inputs[inner.like_input]
-            numel = prod(_local(view, view.specs[ref], layout, whole_batch, at))
-            nbytes = numel * DTYPE_BYTES[inner.dtype]
+            nbytes = inner.nbytes(_local(view, view.specs[ref], layout, whole_batch, at))
             if nbytes:
                 yield _collective(inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name)
 

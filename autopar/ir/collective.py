@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import ByExpert, Partial, Placement, Replicate, Shard
 
 
 class CollectiveOp(StrEnum):
@@ -71,7 +71,8 @@ TRANSITIONS: dict[tuple[str, str], Transition] = {
         why="partial sums are added and scattered",
     ),
 }
-"""(from, to) in the kinds `S`, `R`, `R*`, `P`. A pair that is absent is not offered."""
+"""(from, to) in the kinds `S`, `R`, `R*`, `P`. A pair that is absent is not offered; rows by expert
+(`E`) come and go through ops, which know the routing."""
 
 
 def kind(placement: Placement) -> str:
@@ -81,6 +82,8 @@ def kind(placement: Placement) -> str:
             return "S"
         case Partial():
             return "P"
+        case ByExpert():
+            return "E"
         case Replicate(grad_partial=True):
             return "R*"
         case _:

@@ -15,7 +15,8 @@ forward and all-reduces the gradient backward (the `f` of Megatron-LM); `P(sum)`
 forward and moves nothing backward (its `g`). `S(d:a|b|c)` splits every piece of the dim by itself,
 as a packed query-key-value projection needs: a rank holds its share of each piece. A piece with a
 minus sign is dealt out from the last rank to the first: under `S(1:8|-8)` the first rank holds the
-two ends of the dim and the last one its middle, which balances causal attention ("zig-zag").
+two ends of the dim and the last one its middle, which balances causal attention ("zig-zag"). `E`
+are rows sorted by expert of which a rank holds those of its experts, with their gradients.
 """
 
 from __future__ import annotations
@@ -61,24 +62,36 @@ class Partial:
         return "P(sum)"
 
 
-Placement = Union[Shard, Replicate, Partial]
+@dataclass(frozen=True, slots=True, order=True)
+class ByExpert:
+    """Rows sorted by expert, of which each rank holds those of its experts (see `rules.experts`).
+
+    How many those are the routing decides; in plans they are taken to be even.
+    """
+
+    def __str__(self) -> str:
+        return "E"
+
+
+Placement = Union[Shard, Replicate, Partial, ByExpert]
 Layout = tuple[Placement, ...]
 """One placement per mesh axis, outermost axis first."""
 
 R = Replicate()
 R_STAR = Replicate(grad_partial=True)
 P = Partial()
+BY_EXPERT = ByExpert()
 
 
 def parse_placement(text: str) -> Placement:
     """Inverse of `str` on placements. Raises ValueError on anything else."""
-    fixed: dict[str, Placement] = {"R": R, "R*": R_STAR, "P(sum)": P}
+    fixed: dict[str, Placement] = {"R": R, "R*": R_STAR, "P(sum)": P, "E": BY_EXPERT}
     if text in fixed:
         return fixed[text]
     if match := _SHARD.match(text):
         pieces = tuple(int(piece) for piece in match.group(2).split("|")) if match.group(2) else ()
         return Shard(int(match.group(1)), pieces)
-    raise ValueError(f"not a placement: {text!r}; expected S(dim), R, R* or P(sum)")
+    raise ValueError(f"not a placement: {text!r}; expected S(dim), R, R*, P(sum) or E")
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
@@ -139,6 +152,8 @@ def local_shape(
     for placement, parts, rank in zip(layout, axis_sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] = local_size(result[placement.dim], placement, parts, rank)
+        elif isinstance(placement, ByExpert):
+            result[0] = chunk_sizes(result[0], parts)[rank]
     return tuple(result)
 
 
@@ -151,4 +166,6 @@ def largest_shape(
         if isinstance(placement, Shard):
             pieces = placement.pieces or (result[placement.dim],)
             result[placement.dim] = sum(-(-abs(piece) // parts) for piece in pieces)
+        elif isinstance(placement, ByExpert):
+            result[0] = -(-result[0] // parts)
     return tuple(result)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import DTYPE_BYTES
 from autopar.ir.placement import Placement
 
 
@@ -12,13 +15,21 @@ from autopar.ir.placement import Placement
 class InnerCollective:
     """Communication inside a kernel: a tensor shaped like the local part of input `like_input`.
 
-    `phase` is `forward` or `backward`; `dtype` that of the message.
+    `phase` is `forward` or `backward`; `dtype` that of the message. The message has `times` as many
+    elements as the input, or just `numel` where that is given.
     """
 
     op: CollectiveOp
     phase: str
     like_input: int
     dtype: str
+    times: int = 1
+    numel: int | None = None
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the message, given the local shape of the input."""
+        count = prod(shape) * self.times if self.numel is None else self.numel
+        return count * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,15 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp, Transition, transition
 from autopar.ir.graph import DTYPE_BYTES, OpGraph, OpNode, Ref, SourceKind, TensorSpec
 from autopar.ir.mesh import MeshAxis
-from autopar.ir.placement import Layout, Placement, R, Shard, local_shape, zigzag
+from autopar.ir.placement import (
+    BY_EXPERT,
+    Layout,
+    Placement,
+    R,
+    Shard,
+    local_shape,
+    zigzag,
+)
 from autopar.ir.size import shape_at
 from autopar.ir.strategy import BatchAxis
 from autopar.plan.plan import NodeChoice
@@ -38,8 +46,11 @@ def moves_between(
     """The moves from one layout to another, axis by axis, from the outermost where that can be.
 
     Where two axes split one dim the inner one cuts what the outer one left, so it is joined first
-    and cut last. Raises KeyError where an axis has no such move, or no order of moves exists.
+    and cut last. Rows by expert do not move. Raises KeyError where an axis has no such move, or no
+    order of moves exists.
     """
+    if src != dst and BY_EXPERT in (*src, *dst):
+        raise KeyError(f"rows by expert are made and taken by ops only: {src} to {dst}")
     changed = [
         axis
         for axis, (have, want) in enumerate(zip(src, dst, strict=True))
@@ -83,9 +94,16 @@ def move_bytes(
     """
     place = list(at or (0,) * len(sizes))
     spread = list(sizes)
+    layout, after = move.before, move.after[move.axis]
+    if (
+        op is CollectiveOp.ALL_TO_ALL
+        and isinstance(after, Shard)
+        and spec.shape[after.dim].is_batch
+    ):
+        layout = move.after  # samples may be dealt unevenly; a rank's own are what it counts
     if op is not CollectiveOp.ALL_TO_ALL:
         spread[move.axis], place[move.axis] = 1, 0
-    shape = local_shape(shape_at(spec.shape, batch), move.before, tuple(spread), tuple(place))
+    shape = local_shape(shape_at(spec.shape, batch), layout, tuple(spread), tuple(place))
     return prod(shape) * DTYPE_BYTES[spec.dtype]
 
 

@@ -111,19 +111,33 @@ def _techniques(plan: Plan) -> Iterator[str]:
 def _axis_techniques(plan: Plan, index: int) -> Iterator[str]:
     axis = plan.axes[index]
     weights = [p for stage in plan.stages for p in stage.parameters if len(p.layout) > index]
-    if not any(isinstance(p.layout[index], Shard) for p in weights):
+    if axis.name in BATCH_AXES or not any(isinstance(p.layout[index], Shard) for p in weights):
         outputs = {layout[index] for c in _choices(plan) for layout in c.outputs}
         samples = Shard(0) in outputs
         kind = "data parallelism" if samples else "replication"
         sharded = any(p.zero == 3 and isinstance(p.stored[index], Shard) for p in weights)
         what = "samples split" if sharded else "parameters replicated"
         yield f"{kind} over {axis.name} {axis.size}: {what}, gradients summed"
+        yield from _expert_parallelism(plan, index)
         return
     yield from _tensor_parallelism(plan, index)
     yield from _activations(plan, index)
     names = _replicated_weights(plan, index)
     if names:
         yield f"replicated over {axis.name}: {', '.join(names)}"
+
+
+def _expert_parallelism(plan: Plan, index: int) -> Iterator[str]:
+    """Weights split on an axis that splits the samples: those of experts."""
+    axis = plan.axes[index]
+    names = sorted(
+        row.name
+        for row in variant_parameters(plan)
+        if isinstance(row.parameter.layout[index], Shard)
+    )
+    if names:
+        listed = ", ".join(dict.fromkeys(names))
+        yield f"expert parallelism over {axis.name} {axis.size}: {listed} split by expert"
 
 
 _ZERO = {

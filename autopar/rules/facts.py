@@ -12,6 +12,7 @@ from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.attention import CAUSAL_ROWS
 from autopar.rules.batch import batch_axis
 from autopar.rules.context import along_sequence
+from autopar.rules.expert_axis import ExpertStrategy, expert_strategies
 from autopar.rules.pieces import piece_hints
 from autopar.rules.registry import axis_strategies
 from autopar.rules.sequence import sequence_dims
@@ -72,7 +73,7 @@ class GraphFacts:
     def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """Every way to run a node over a mesh axis."""
         if axis.splits_samples:
-            return (self.batch.strategies[node.name],)
+            return self._by_sample_or_expert(node, axis)
         key = (node.name, axis)
         if key not in self._strategies:
             self._strategies[key] = self._offered(node, axis)
@@ -107,6 +108,18 @@ class GraphFacts:
         return frozenset(
             Ref(source.name) for source in self.graph.sources if source.kind is SourceKind.PARAMETER
         )
+
+    @cached_property
+    def experts(self) -> Mapping[str, ExpertStrategy]:
+        """By node, the strategy of a batch axis that splits experts instead of samples."""
+        return expert_strategies(self.graph, self.batch)
+
+    def _by_sample_or_expert(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
+        """The settled strategy, and the one that splits experts where there are enough."""
+        settled, other = self.batch.strategies[node.name], self.experts.get(node.name)
+        if other is None or not 1 < axis.size <= other.experts:
+            return (settled,)
+        return (settled, other.strategy)
 
     @cached_property
     def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:

@@ -9,7 +9,7 @@ may be undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -205,6 +205,75 @@ def _recut(
     for target, part in zip(targets, received, strict=True):
         result.index_copy_(dim, target.to(x.device), part)
     return result
+
+
+def samples_to_shards(
+    x: Tensor, axis: AxisGroup, samples_dim: int, dim: int, shares: Sequence[int]
+) -> Tensor:
+    """S to S on an axis that splits samples: from this rank's samples of all of `dim` to its shard
+    of `dim` for the samples of all ranks, whose extents of `samples_dim` are `shares`."""
+    size = x.shape[dim]
+    return _apply(
+        x,
+        axis,
+        lambda value: _spread(value, axis, samples_dim, dim, shares, backward=False),
+        lambda grad: _collect(grad, axis, samples_dim, dim, size, shares, backward=True),
+    )
+
+
+def shards_to_samples(
+    x: Tensor, axis: AxisGroup, samples_dim: int, dim: int, size: int, shares: Sequence[int]
+) -> Tensor:
+    """The way back from `samples_to_shards`; `size` is the whole extent of `dim`."""
+    return _apply(
+        x,
+        axis,
+        lambda value: _collect(value, axis, samples_dim, dim, size, shares, backward=False),
+        lambda grad: _spread(grad, axis, samples_dim, dim, shares, backward=True),
+    )
+
+
+def _spread(
+    x: Tensor, axis: AxisGroup, samples_dim: int, dim: int, shares: Sequence[int], *, backward: bool
+) -> Tensor:
+    parts = shards.split(x, dim, (), axis.size)
+    shape, shapes = list(parts[axis.rank].shape), []
+    for share in shares:
+        shape[samples_dim] = share
+        shapes.append(tuple(shape))
+    received = primitives.all_to_all(
+        parts, axis, shapes, nbytes=x.nbytes, backward=backward, always=True
+    )
+    return torch.cat(received, samples_dim)
+
+
+def _collect(
+    x: Tensor,
+    axis: AxisGroup,
+    samples_dim: int,
+    dim: int,
+    size: int,
+    shares: Sequence[int],
+    *,
+    backward: bool,
+) -> Tensor:
+    shape, shapes = list(x.shape), []
+    shape[samples_dim], nbytes = shares[axis.rank], x.element_size()
+    for extent in shards.sizes(size, (), axis.size):
+        shape[dim] = extent
+        shapes.append(tuple(shape))
+    shape[dim] = size
+    for extent in shape:
+        nbytes *= extent
+    received = primitives.all_to_all(
+        x.split(list(shares), samples_dim),
+        axis,
+        shapes,
+        nbytes=nbytes,
+        backward=backward,
+        always=True,
+    )
+    return torch.cat(received, dim)
 
 
 def sum_partial(x: Tensor, axis: AxisGroup) -> Tensor:

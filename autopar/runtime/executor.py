@@ -202,6 +202,7 @@ class _Run:
             joined=self.world.meshes[stage].joined,
             batch=span.count,
             global_batch=self.data.samples,
+            whole_batch=span.of,
             sample_offset=span.start,
             micro_batch=micro_batch,
             seed=self.data.seed,

@@ -16,6 +16,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from autopar.runtime.axes import Ranges
 from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
+from autopar.runtime.expert_exchange import (
+    from_experts_exchange,
+    route_exchange,
+    to_experts_exchange,
+)
 from autopar.runtime.experts import (
     expert_mm,
     expert_rows,
@@ -166,12 +171,15 @@ __all__ = [
     "expert_mm",
     "expert_rows",
     "from_experts",
+    "from_experts_exchange",
     "grouped_mm",
     "linear",
     "matmul",
     "partial_mean",
     "route",
+    "route_exchange",
     "to_experts",
+    "to_experts_exchange",
     "vocab_cross_entropy",
     "vocab_embedding",
 ]

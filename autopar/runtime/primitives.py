@@ -108,10 +108,12 @@ def all_to_all(
     *,
     nbytes: int,
     backward: bool = False,
+    always: bool = False,
 ) -> list[Tensor]:
     """Send `parts[r]` to rank `r`; what each rank sent here, in the given shapes.
 
-    `nbytes` is one rank's buffer as the plan counts it.
+    `nbytes` is one rank's buffer as the plan counts it. Where there may be nothing on some ranks
+    only, `always` makes all take part; a rank without a byte of its own notes nothing.
     """
     if axis.group is None:
         return list(parts)
@@ -120,6 +122,7 @@ def all_to_all(
     received = sent.new_empty(sum(counts))
     if nbytes:
         axis.recorder.note(CollectiveOp.ALL_TO_ALL, nbytes, axis.axes, backward=backward)
+    if nbytes or always:
         scale = 2 if sent.is_complex() else 1
         dist.all_to_all_single(
             _flat(received),

@@ -12,7 +12,7 @@ from itertools import product
 
 from autopar.ir.graph import OpNode, Ref, Source, TensorSpec
 from autopar.ir.mesh import MeshAxis
-from autopar.ir.placement import R_STAR, Layout, P, Placement, R, Shard
+from autopar.ir.placement import BY_EXPERT, R_STAR, Layout, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 
 Strategies = Callable[[OpNode, MeshAxis], tuple[AxisStrategy, ...]]
@@ -74,6 +74,8 @@ def is_consistent(layout: Layout, samples: int = 0, sequence: int | None = None)
     whole = [p.dim for p in layout[:samples] if isinstance(p, Shard)]
     rest = [p for p in layout[samples:] if isinstance(p, Shard)]
     along = [p for p in rest if p.dim == sequence]
+    if layout.count(BY_EXPERT) > 1:
+        return False
     if any(p.pieces for p in along[1:]):
         return False
     dims = [p.dim for p in rest if p.dim != sequence]

@@ -78,9 +78,7 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
                 continue
             if pins.zero and ranks == 1:
                 continue
-            for shard in divisors(ranks):
-                if shard != (pins.shard or 1):
-                    continue
+            for shard in _shards(setting, ranks):
                 for sequence in _sequence_choices(setting, tensor, context):
                     yield stage_mesh(
                         data=ranks // shard,
@@ -91,6 +89,24 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
                         zigzag=setting.has_causal_attention
                         and bool(zigzag(setting.sequence_length, context)),
                     )
+
+
+def _shards(setting: Setting, ranks: int) -> Iterator[int]:
+    """Sizes of the inner of two axes that split samples: the pinned one, or where the model has
+    experts any that they could be split by inside the fastest links."""
+    pins, most = setting.pins, max((e.experts for e in setting.experts.values()), default=1)
+    if pins.expert is not None and (pins.expert > most or ranks % pins.expert):
+        return
+    span = min(most, setting.cluster.links[0].span)
+    for shard in divisors(ranks):
+        if pins.shard is not None:
+            offered = shard == pins.shard
+        elif pins.expert is not None:
+            offered = shard == (1 if ranks == pins.expert else pins.expert)
+        else:
+            offered = shard == 1 or (shard <= span and shard < ranks)
+        if offered:
+            yield shard
 
 
 def _is_offered(degree: int, pinned: int | None, widest: int) -> bool:

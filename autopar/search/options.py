@@ -138,7 +138,7 @@ def _shardings(
     setting = pricer.setting
     block = setting.chain.representative(class_index)
     problem = ShardingProblem(
-        pricer.space(block, grid.block_mesh, fixed),
+        pricer.space(block, pricer.block_mesh(grid), fixed),
         pricer.prices(grid),
         kept=_kept(pricer, grid, class_index),
         backend=setting.backend,

@@ -189,11 +189,11 @@ class Planner:
 
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
-        key = (class_index, grid.block_mesh, grid.micro_batch)
+        key = (class_index, self.pricer.block_mesh(grid), grid.micro_batch)
         if key not in self._bounds:
             block = self.setting.chain.representative(class_index)
             solved = solve_sharding(
-                self.pricer.space(block, grid.block_mesh),
+                self.pricer.space(block, self.pricer.block_mesh(grid)),
                 self.pricer.prices(grid, with_sync=False),
                 backend=self.setting.backend,
             )
@@ -255,12 +255,12 @@ class Planner:
 
     def _offered(self, grid: Grid, class_index: int, ref: Ref) -> set[Layout]:
         block = self.setting.chain.representative(class_index)
-        parameters = self.pricer.space(block, grid.block_mesh).parameters
+        parameters = self.pricer.space(block, self.pricer.block_mesh(grid)).parameters
         return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
 
     def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:
         block = self.setting.chain.representative(class_index)
-        space = self.pricer.space(block, grid.block_mesh)
+        space = self.pricer.space(block, self.pricer.block_mesh(grid))
         solved = solve_sharding(space, self.pricer.prices(grid), backend=self.setting.backend)
         name = self.setting.sources[ref.name].fqn
         return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]

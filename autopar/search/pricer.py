@@ -16,7 +16,7 @@ from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
-from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis, batch_size
+from autopar.ir.mesh import CONTEXT, SHARD, TENSOR, MeshAxis, batch_size
 from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
@@ -129,6 +129,11 @@ class Pricer:
         devices = [group.device for group in self.setting.cluster.groups]
         return min(devices, key=lambda d: d.flops(self.setting.training.precision.param_dtype))
 
+    def block_mesh(self, grid: Grid) -> tuple[MeshAxis, ...]:
+        """The mesh that the options of blocks depend on: not on the sizes of the axes that split
+        samples, unless they may split experts."""
+        return grid.mesh if self.setting.experts else grid.block_mesh
+
     def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """The strategies of a node on a mesh axis."""
         key = (node.name, axis)
@@ -136,10 +141,25 @@ class Pricer:
             self._strategies[key] = self._honour_pin(node, axis)
         return self._strategies[key]
 
+    def _honour_expert_pin(
+        self, axis: MeshAxis, found: tuple[AxisStrategy, ...]
+    ) -> tuple[AxisStrategy, ...]:
+        """A pinned expert degree splits all experts on the axis of that size, and no others."""
+        degree = self.setting.pins.expert
+        if degree is None or len(found) == 1:
+            return found
+        if axis.size != degree:
+            return found[:1]
+        alone = (self.setting.pins.data, self.setting.cluster.num_devices)
+        inner = axis.name == SHARD or degree in alone
+        return found[1:] if inner else found
+
     def _honour_pin(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """A pinned tensor or context degree splits every heavy op that can be split off the batch
         dim."""
         found, pins = self.setting.strategies(node, axis), self.setting.pins
+        if axis.splits_samples:
+            return self._honour_expert_pin(axis, found)
         degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
         if degree != axis.size or node.op not in HEAVY_OPS:
             return found

@@ -8,7 +8,8 @@ from math import inf
 
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.placement import Layout, largest_shape
+from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.placement import Layout, Shard, largest_shape
 from autopar.ir.size import shape_at
 from autopar.plan.flow import Move, move_bytes, moves_between
 from autopar.search.block import Option
@@ -67,20 +68,32 @@ class Prices:
         if key not in self.moves:
             try:
                 path = moves_between(ref, src, dst, differentiable=ref in self.differentiable)
-                self.moves[key] = sum(sum(self.move_s(move)) for move in path)
+                allowed = all(self._holds_samples(move) for move in path)
+                self.moves[key] = sum(sum(self.move_s(m)) for m in path) if allowed else inf
             except KeyError:
                 self.moves[key] = inf
         return self.moves[key]
+
+    def _holds_samples(self, move: Move) -> bool:
+        """Whether a value that grows with the batch holds this rank's samples while it moves on an
+        axis that does not split them; else its size would be that of other ranks' samples."""
+        grown = [dim for dim, size in enumerate(self.specs[move.value].shape) if size.is_batch]
+        if not grown or self.names[move.axis] in BATCH_AXES:
+            return True
+        return all(
+            placement == Shard(grown[0]) or not isinstance(placement, Shard)
+            for name, placement in zip(self.names, move.before, strict=True)
+            if name in BATCH_AXES
+        )
 
     def inner_s(self, node: OpNode, option: Option) -> tuple[float, float]:
         """Forward and backward seconds of the collectives inside a node's kernel."""
         totals = {"forward": 0.0, "backward": 0.0}
         for axis, strategy in zip(self.names, option.strategies, strict=True):
             for inner in strategy.collectives:
-                nbytes = DTYPE_BYTES[inner.dtype]
                 ref = node.inputs()[inner.like_input]
-                for extent in self.local_shape(ref, option.inputs[inner.like_input]):
-                    nbytes *= extent
+                shape = self.local_shape(ref, option.inputs[inner.like_input])
+                nbytes = inner.nbytes(shape)
                 totals[inner.phase] += self.collective(inner.op, nbytes, axis)
         return totals["forward"], totals["backward"]
 

@@ -13,6 +13,7 @@ import pytest
 
 from autopar import local
 from autopar.compiler import PlanOptions, load_source, plan_source, write_program
+from autopar.ir.placement import Shard
 from autopar.jobs import Job, verify_job
 from autopar.runtime.verify import TOLERANCE
 
@@ -44,6 +45,7 @@ class Case:
     schedule: str = "1f1b"
     recompute: str = "none"
     precision: str = "fp64"
+    expert: int = 0
 
     @property
     def pins(self):
@@ -52,6 +54,7 @@ class Case:
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
             "recompute": self.recompute,
+            **({"expert": self.expert} if self.expert else {}),
         }
         return tuple((key, str(value)) for key, value in pins.items())
 
@@ -59,7 +62,7 @@ class Case:
         recompute = "-recompute" if self.recompute == "all" else ""
         return (
             f"{self.model}-{self.grid}-{self.micro_batches}x-{self.schedule}{recompute}"
-            f"-{self.precision}"
+            f"-{self.precision}{f'-ep{self.expert}' if self.expert else ''}"
         )
 
 
@@ -131,6 +134,16 @@ CASES = [
     Case("hf_mixtral", "dp2tp2", 3, precision="fp32"),
     Case("hf_gpt_oss", "dp2tp2", 1, precision="fp32"),
     Case("hf_deepseek", "dp4", 2, "1f1b", "all", precision="fp32"),
+    # Experts split over ranks that split samples: all of them, or the inner ones of two axes.
+    Case("switch_tiny", "dp4", 3, recompute="all", expert=4),
+    Case("glam_tiny", "dp4", 3, "gpipe", expert=2),
+    Case("glam_tiny", "dp2tp2", 3, expert=2),
+    Case("switch_tiny", "dp2pp2", 3, expert=2),
+    Case("mixtral_tiny", "dp4", 3, recompute="all", precision="fp32", expert=4),
+    Case("deepseek_tiny", "dp4", 3, "gpipe", precision="fp32", expert=2),
+    Case("qwen3_moe_tiny", "dp2tp2", 3, precision="fp32", expert=2),
+    Case("hf_mixtral", "dp2pp2", 2, precision="fp32", expert=2),
+    Case("hf_gpt_oss", "dp4", 3, precision="fp32", expert=4),
     # More blocks than stages, in no even number.
     Case("seven_blocks", "dp2pp2", 3),
     Case("seven_blocks", "tp2pp2", 2, "gpipe"),
@@ -208,7 +221,16 @@ def test_numbers_and_collectives_equal(pool, case, tmp_path):
     plan = check(pool, case.model, case.pins, case.precision, tmp_path).plan
     grid = GRIDS[case.grid]
     assert plan.pipeline == grid["pipeline"]
-    assert (plan.axis("data"), plan.axis("tensor")) == (grid["data"], grid["tensor"])
+    shard = case.expert if 1 < case.expert < grid["data"] else 1
+    assert (plan.axis("data") * shard, plan.axis("tensor")) == (grid["data"], grid["tensor"])
+    if case.expert:
+        split = plan.axes[0].name if shard == 1 else "shard"
+        at = [axis.name for axis in plan.axes].index(split)
+        held = [p for s in plan.stages for p in s.parameters if len(p.shape) == 3]
+        assert held
+        assert all(p.layout[at] == Shard(0) for p in held)
+        moved = [c for c in plan.collectives if c.op == "all_to_all" and c.axes == (split,)]
+        assert {c.phase for c in moved} >= {"forward", "backward"}
     assert plan.schedule == case.schedule
     assert plan.training.micro_batches == case.micro_batches
     assert all(b.recompute == (case.recompute == "all") for s in plan.stages for b in s.blocks)
