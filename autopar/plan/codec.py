@@ -265,8 +265,8 @@ _LEAVES: dict[Any, Codec] = {
     ),
     Placement: _Text(
         parse_placement,
-        "a placement: S(dim), R, R* or P(sum)",
-        r"^(R\*?|P\(sum\)|S\(\d+(:\d+(\|\d+)*)?\))$",
+        "a placement: S(dim), R, R*, P(sum) or E",
+        r"^(E|R\*?|P\(sum\)|S\(\d+(:\d+(\|\d+)*)?\))$",
     ),
     Terms: _Terms(_Float()),
 }

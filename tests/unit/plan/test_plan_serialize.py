@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InputError, PlanMismatch
-from autopar.ir.placement import R_STAR, P, Partial, Replicate, Shard
+from autopar.ir.placement import BY_EXPERT, R_STAR, ByExpert, P, Partial, Replicate, Shard
 from autopar.ir.size import Size
 from autopar.plan.plan import Plan, Terms
 from autopar.plan.serialize import from_json, read_plan, to_json, write_plan
@@ -23,7 +23,7 @@ NUMBERS = NUMBERS.filter(lambda x: abs(x) != float("inf"))
 NATURALS = st.integers(0, 10**6)
 PLACEMENTS = st.one_of(
     st.builds(Replicate, st.booleans()),
-    st.just(P),
+    st.sampled_from((P, BY_EXPERT)),
     st.builds(Shard, NATURALS, st.lists(st.integers(1, 99), max_size=3).map(tuple)),
 )
 LEAVES = {
@@ -32,7 +32,7 @@ LEAVES = {
     float: NUMBERS,
     str: st.text(max_size=8),
     Size: st.builds(Size, NATURALS, NATURALS),
-    Shard | Replicate | Partial: PLACEMENTS,
+    Shard | Replicate | Partial | ByExpert: PLACEMENTS,
     Terms: st.dictionaries(st.text(max_size=4), NUMBERS, max_size=3).map(
         lambda terms: tuple(terms.items())
     ),
@@ -181,12 +181,12 @@ BAD_FIELDS = [
     ),
     (
         _set(["stages", 0, "parameters", 0, "layout", 1], "S(x)"),
-        "stages[0].parameters[0].layout[1]: expected a placement: S(dim), R, R* or P(sum), "
+        "stages[0].parameters[0].layout[1]: expected a placement: S(dim), R, R*, P(sum) or E, "
         'found "S(x)"',
     ),
     (
         _set(["stages", 0, "parameters", 0, "layout", 1], "S(00)"),
-        "stages[0].parameters[0].layout[1]: expected a placement: S(dim), R, R* or P(sum), "
+        "stages[0].parameters[0].layout[1]: expected a placement: S(dim), R, R*, P(sum) or E, "
         'found "S(00)"',
     ),
     (
