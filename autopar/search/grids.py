@@ -169,6 +169,10 @@ def _no_grid(setting: Setting) -> str:
         )
     if pins.data is not None and pins.data > setting.global_batch:
         reasons.append(f"data={pins.data} exceeds the global batch {setting.global_batch}")
+    most = max((found.experts for found in setting.experts.values()), default=0)
+    if pins.expert is not None and pins.expert > max(most, 1):
+        what = f"the model has {most} experts" if most else "no weight of the model is an expert's"
+        reasons.append(f"expert={pins.expert} needs as many experts; {what}")
     if pins.context is not None and setting.sequence_length < 2 * pins.context:
         reasons.append(
             f"context={pins.context} needs a sequence of at least {2 * pins.context}; "

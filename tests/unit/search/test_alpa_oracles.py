@@ -340,3 +340,67 @@ def test_tensor_and_gradient_placements_are_distinct():
     _, sharding = solve(graph, Links((4, 1)), 1024)
     assert {layout[0] for _, layout in sharding.parameters} == {R_STAR}
     assert Ref("x") not in dict(sharding.parameters)
+
+
+SEQ, HIDDEN, HEADS, GROUP, EXPERTS = 16, 64, 16, 32, 16
+CAPACITY = 2 * GROUP // EXPERTS
+
+
+class MoELayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.empty(EXPERTS, HIDDEN, 4 * HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, 4 * HIDDEN, HIDDEN))
+
+    def attention(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        parts = self.qkv(x).split(h, dim=-1)
+        q, k, v = (p.view(b, s, HEADS, h // HEADS).transpose(1, 2) for p in parts)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).reshape(b, s, h))
+
+    def moe(self, x: Tensor) -> Tensor:
+        grouped = x.reshape(-1, GROUP, HIDDEN)
+        gates = self.gate(grouped).softmax(-1)
+        mask = F.one_hot(gates.argmax(-1), EXPERTS)
+        position = ((mask.cumsum(1) - 1) * mask).sum(-1).clamp(max=CAPACITY)
+        slot = F.one_hot(position, CAPACITY + 1)[..., :CAPACITY]
+        dispatch = torch.einsum("gse,gsc->gsec", mask.float(), slot.float())
+        combine = dispatch * gates.unsqueeze(-1)
+        slots = torch.einsum("gsec,gsm->egcm", dispatch, grouped)
+        slots = torch.einsum("egcm,emh->egch", slots, self.up)
+        slots = torch.einsum("egch,ehm->egcm", torch.relu(slots), self.down)
+        return torch.einsum("gsec,egcm->gsm", combine, slots).reshape(x.shape)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x))
+        return ((self.norm2(x + self.moe(x)) - y) ** 2).mean()
+
+
+def test_experts_are_split_and_everything_else_is_data_parallel():
+    """Case 16: four all-to-alls; one all-reduce, of the gradients of attention and gate together.
+
+    An encoder layer whose feed-forward is GShard's layer of 16 experts."""
+    with torch.device("meta"):
+        example = {k: torch.empty(64, SEQ, HIDDEN) for k in ("x", "y")}
+        graph = capture(MoELayer(), example).graph
+    links = Links((1, 4))
+    space, sharding = solve(graph, links, 64)
+    placed = {name: layout[1] for name, layout in sharding.parameters}
+    assert {name for name, p in placed.items() if p == Shard(0)} == {"up", "down"}
+    assert {p for name, p in placed.items() if name not in ("up", "down")} == {R_STAR}
+    assert collectives(space, sharding) == {
+        ("all_to_all", "axis1", "forward"): 2,
+        ("all_to_all", "axis1", "backward"): 2,
+    }
+    groups = 64 * SEQ // GROUP
+    sent = groups * EXPERTS * CAPACITY * HIDDEN * 4 // 4
+    model = links.model()
+    exchanged = 4 * model.time_s(CollectiveOp.ALL_TO_ALL, sent, "axis1")
+    dense = [p for n, p in MoELayer().named_parameters() if n not in ("up", "down")]
+    summed = sum(links.all_reduce(p.nbytes, 1) for p in dense)
+    assert close(sharding.objective, exchanged + summed, 1e-2)
