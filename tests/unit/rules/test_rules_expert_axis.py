@@ -70,11 +70,11 @@ def test_rows_sent_are_priced_in_both_passes_and_counts_in_one():
 def test_no_more_ranks_than_experts():
     found = zoo("mixtral_tiny")
     node = next(n for n in found.graph.nodes if n.op == "autopar.expert_mm")
-    both = found.sample_strategies(node, DATA)
+    both = found.strategies(node, DATA)
     assert [s.outputs for s in both] == [(Shard(0),), (BY_EXPERT,)]
     assert both[0].inputs[2] == P
     for size in (1, 5):
-        assert len(found.sample_strategies(node, MeshAxis(name="data", size=size))) == 1
+        assert len(found.strategies(node, MeshAxis(name="data", size=size))) == 1
 
 
 class Batched(nn.Module):
