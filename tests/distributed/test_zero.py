@@ -270,6 +270,22 @@ def test_gradients_of_several_passes_add_up(pool4):
     pool4.run(check_accumulation)
 
 
+def check_shared_gradient():
+    """Autograd may hand one tensor to several weights: it is not written to."""
+    _, store, engine = build_net(axes=(("data", 2),), level=3)
+    engine.sync.begin(3)
+    gradient = torch.ones(WIDTHS[1], dtype=torch.float64)
+    for _ in range(3):
+        store.gathers.reduce("up.bias", gradient)
+    engine.sync.finish()
+    assert gradient.equal(torch.ones_like(gradient))
+    assert store.gather_gradient("up.bias").equal(6 * gradient)
+
+
+def test_a_gradient_of_several_weights_is_left_alone(pool2):
+    pool2.run(check_shared_gradient)
+
+
 def check_forgotten():
     """The gathered weight is gone after the forward, and gathered once for two readers."""
     world, store, _ = build_net(level=3)
