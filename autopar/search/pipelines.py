@@ -1,0 +1,230 @@
+"""What a pipeline schedule means for the search: its place in memory, its terms in the objective.
+
+Everything is read off the schedule itself, so that a new one needs no formula here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.schedules.action import ActionKind, Schedule
+from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.lower import insert_communication
+from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.simulate import simulate
+from autopar.schedules.timeline import StageTimes
+
+_K = ActionKind
+
+FREE = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved-1f1b", 2),
+    ("interleaved-1f1b", 4),
+    ("zb-h1", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+)
+"""Schedules, with stages per rank, that are searched unless pinned; on ties the first wins."""
+
+HIDES_MESSAGES = frozenset({"gpipe", "interleaved-1f1b", "looped-bfs"})
+"""Schedules whose ranks always have other work while a message is under way."""
+
+_MOST_ACTIONS = 50_000
+_PROBE = 6
+_STEPS = 32
+"""Shares of forward and weight gradients are rounded to this many steps to simulate them once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """One schedule at its sizes: `ranks` of `chunks` stages each."""
+
+    schedule: str
+    ranks: int
+    chunks: int
+    micro_batches: int
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.ranks * self.chunks
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return SCHEDULES[self.schedule].placement(self.ranks, self.chunks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are computed apart."""
+        return SCHEDULES[self.schedule].splits_backward
+
+    @property
+    def flushes(self) -> bool:
+        """Whether all micro-batches of a step see the same weights."""
+        return SCHEDULES[self.schedule].flushes
+
+    def build(self) -> Schedule:
+        """The action lists."""
+        return build_schedule(self.schedule, self.ranks, self.micro_batches, self.chunks)
+
+    def short(self, per_rank: int = _PROBE) -> Pipeline:
+        """The same with so few micro-batches that a step has no more than a start, a middle and an
+        end: what is held at most, and what idles, is the same."""
+        few = per_rank * self.ranks + self.micro_batches % self.ranks
+        if self.micro_batches <= few:
+            return self
+        return Pipeline(
+            schedule=self.schedule, ranks=self.ranks, chunks=self.chunks, micro_batches=few
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Micro-batches that every stage holds at the moment its rank holds the most bytes: between
+    forward and backward, and, with a split backward, between its input and its weight part."""
+
+    saved: tuple[int, ...]
+    deferred: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _peaks(pipeline: Pipeline) -> tuple[int, ...]:
+    return peak_in_flight(pipeline.build())
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_alike(pipeline: Pipeline) -> tuple[int, ...]:
+    return held_at_peak(pipeline.build(), (1,) * pipeline.num_stages).saved
+
+
+def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
+    """The most micro-batches each stage holds at once."""
+    return _read_off(_peaks, pipeline)
+
+
+def held_together(pipeline: Pipeline) -> tuple[int, ...]:
+    """Micro-batches each stage holds when its rank holds the most of them.
+
+    Stages of one rank are not at their peaks at the same time.
+    """
+    return _read_off(_held_alike, pipeline)
+
+
+def _read_off(count: Callable[[Pipeline], tuple[int, ...]], pipeline: Pipeline) -> tuple[int, ...]:
+    """Counts of a short schedule where they do not grow with the micro-batches."""
+    short = pipeline.short(2)
+    held = count(short)
+    if short == pipeline or max(held) < short.micro_batches:
+        return held
+    return count(pipeline)
+
+
+def held_at_peak(
+    schedule: Schedule, saved: Sequence[float], deferred: Sequence[float] | None = None
+) -> Held:
+    """What every stage holds at its rank's peak.
+
+    A forward of stage s leaves `saved[s]` bytes. A backward frees them; where it is split, its
+    input part leaves `deferred[s]` of them (by default all) for the weight part.
+    """
+    left = saved if deferred is None else deferred
+    at_peak = ([0] * schedule.num_stages, [0] * schedule.num_stages)
+    for row in schedule.ranks:
+        now: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        held = peak = -1.0
+        for action in row:
+            change = _CHANGES.get(action.kind)
+            if change is None:
+                continue
+            for counts, step in zip(now, change, strict=True):
+                counts[action.stage] = counts.get(action.stage, 0) + step
+            held = sum(n * saved[s] for s, n in now[0].items())
+            held += sum(n * left[s] for s, n in now[1].items())
+            if held > peak:
+                peak = held
+                for found, counts in zip(at_peak, now, strict=True):
+                    for stage, count in counts.items():
+                        found[stage] = count
+    if deferred is None:
+        both = tuple(map(sum, zip(*at_peak, strict=True)))
+        return Held(saved=both, deferred=(0,) * schedule.num_stages)
+    return Held(saved=tuple(at_peak[0]), deferred=tuple(at_peak[1]))
+
+
+_CHANGES: dict[ActionKind, tuple[int, int]] = {
+    _K.FORWARD: (1, 0),
+    _K.BACKWARD: (-1, 0),
+    _K.BACKWARD_INPUT: (-1, 1),
+    _K.BACKWARD_WEIGHT: (0, -1),
+}
+"""What an action changes: micro-batches saved, and those whose weight gradients are left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The objective of a pipeline: `sum` times the sum of the stages' times plus `longest` times
+    the longest of them."""
+
+    sum: float
+    longest: float
+
+    @staticmethod
+    def of(step: float, pipeline: Pipeline) -> Weights:
+        """Those by which equal stages of one second take `step` seconds.
+
+        A chunk that is longer than the others holds up its round, so a stage counts in the longest
+        as often as a rank runs stages.
+        """
+        share = min(1.0 / pipeline.chunks, step / pipeline.num_stages)
+        return Weights(sum=share, longest=max(0.0, step - share * pipeline.num_stages))
+
+
+def least_step(pipeline: Pipeline) -> float:
+    """What no such schedule beats with equal stages of one second and free messages.
+
+    With full backwards the last rank waits for a first micro-batch, and others wait after it.
+    """
+    work = pipeline.micro_batches * pipeline.chunks
+    if pipeline.splits_backward:
+        return float(work)
+    if pipeline.chunks == 1:
+        return float(work + pipeline.ranks - 1)
+    through = pipeline.num_stages
+    return float(max(work + min(pipeline.ranks - 1, through), through))
+
+
+def has_closed_form(pipeline: Pipeline) -> bool:
+    """Whether `least_step` is what the schedule takes."""
+    if pipeline.schedule in ("1f1b", "gpipe", "pipedream") or pipeline.ranks == 1:
+        return True
+    whole = pipeline.micro_batches % pipeline.ranks == 0
+    return pipeline.schedule == "interleaved-1f1b" and whole
+
+
+def equal_step(pipeline: Pipeline, forward: float, weight: float) -> float:
+    """What the schedule takes with equal stages of one second and free messages, by simulation.
+
+    `forward` and `weight` are the shares of forward and weight gradients in the second. A step
+    longer than a short one takes a rank's work more for each micro-batch more.
+    """
+    shares = (round(forward * _STEPS), round(weight * _STEPS))
+    short = pipeline.short()
+    more = pipeline.micro_batches - short.micro_batches
+    return _simulated(short, *shares) + more * pipeline.chunks
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated(pipeline: Pipeline, forward: int, weight: int) -> float:
+    stages = pipeline.num_stages
+    first, last = forward / _STEPS, weight / _STEPS
+    times = StageTimes(
+        forward_s=(first,) * stages,
+        backward_s=(1.0 - first,) * stages,
+        backward_input_s=(1.0 - first - last,) * stages,
+        backward_weight_s=(last,) * stages,
+    )
+    return simulate(insert_communication(pipeline.build()), times).step_s
