@@ -140,7 +140,10 @@ def _blocks(graph: OpGraph, pins: Pins, least: int) -> BlockChain:
 
 
 def _least_blocks(pins: Pins) -> int:
-    return max(pins.pipeline or 1, len(pins.boundaries) + 1)
+    chunks = pins.chunks or 1
+    if pins.schedule is not None and SCHEDULES[pins.schedule].chunks == "two":
+        chunks = 2
+    return max((pins.pipeline or 1) * chunks, len(pins.boundaries) + 1)
 
 
 def with_collectives(planned: Planned) -> Planned:
@@ -176,7 +179,7 @@ def adopt_plan(
     check_model(plan, captured.graph)
     progress("finding blocks", None)
     pins = parse_pins(((pin.key, pin.value) for pin in plan.pins), SCHEDULES)
-    chain = _blocks(captured.graph, pins, plan.pipeline)
+    chain = _blocks(captured.graph, pins, len(plan.stages))
     return Planned(captured=captured, chain=chain, plan=plan)
 
 

@@ -150,10 +150,13 @@ def summarise(
 def planned_collectives(planned: Planned, rank: int) -> tuple[Collective, ...]:
     """What the plan says that a rank communicates in one step."""
     plan = planned.plan
-    stage = next(stage for stage in plan.stages if rank in stage.ranks)
-    place = plan.place(stage, rank)
-    counts = micro_batch_counts(plan, at=place[: batch_count(plan.axis_names)])
-    return totals(stage_collectives(planned.view, stage, counts, place))
+    found: list[Collective] = []
+    for stage in plan.stages:
+        if rank in stage.ranks:
+            place = plan.place(stage, rank)
+            counts = micro_batch_counts(plan, at=place[: batch_count(plan.axis_names)])
+            found += stage_collectives(planned.view, stage, counts, place)
+    return totals(found)
 
 
 def _unplanned(planned: Planned, reports: Sequence[RankReport]) -> list[str]:

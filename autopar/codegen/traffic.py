@@ -50,7 +50,8 @@ def stage_collectives(
 ) -> tuple[Collective, ...]:
     """What a rank of a stage communicates in one step, merged and sorted.
 
-    `at` is its place on the mesh axes, by default the first; `counts` are its samples of each
+    Where a rank has several stages, what it communicates once stands with the first of them. `at`
+    is its place on the mesh axes, by default the first; `counts` are its samples of each
     micro-batch, by default those of the plan's global batch.
     """
     # Samples are counted per rank: on the axes that split them any place holds an even share.
@@ -67,12 +68,13 @@ def stage_collectives(
             if item.nbytes:
                 found[item] += times
     found.update(_sync(view, stage, at))
-    found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
-    if PRECISIONS[view.plan.training.precision].loss_scale:
-        overflow = _collective(
-            CollectiveOp.ALL_REDUCE, OVERFLOW_BYTES, ("world",), "sync", "overflow"
-        )
-        found[overflow] += 1
+    if _home(view, stage)[0] is stage:
+        found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
+        if PRECISIONS[view.plan.training.precision].loss_scale:
+            overflow = _collective(
+                CollectiveOp.ALL_REDUCE, OVERFLOW_BYTES, ("world",), "sync", "overflow"
+            )
+            found[overflow] += 1
     if view.plan.num_devices == 1:
         found.clear()
     return tuple(sorted(replace(item, count=times) for item, times in found.items()))
@@ -166,6 +168,11 @@ def _local(
     return local_shape(shape_at(spec.shape, whole_batch), layout, view.mesh.sizes, at)
 
 
+def _home(view: ModelView, stage: StagePlan) -> list[StagePlan]:
+    """The stages that share the ranks of a stage, in order."""
+    return [other for other in view.plan.stages if other.ranks == stage.ranks]
+
+
 def _sends(
     view: ModelView, stage: StagePlan, samples: int, at: tuple[int, ...]
 ) -> Iterator[Collective]:
@@ -179,9 +186,10 @@ def _sends(
         nbytes = prod(shape) * DTYPE_BYTES[view.specs[ref].dtype]
         return _collective(CollectiveOp.SEND_RECV, nbytes, ("pipeline",), phase, str(ref))
 
-    if last < len(boundaries):
+    stages = view.plan.stages
+    if last < len(boundaries) and stages[stage.index + 1].ranks != stage.ranks:
         yield from (message(ref, "forward") for ref in boundaries[last])
-    if first:
+    if first and stages[stage.index - 1].ranks != stage.ranks:
         yield from (
             message(ref, "backward") for ref in boundaries[first - 1] if ref in view.differentiable
         )
@@ -201,8 +209,17 @@ def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
 def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Collective]:
     """Gradient sums after the last backward: buckets over axes, then tied parameters; and the
     updated weights of which every rank keeps more than it updates."""
-    owners: Counter[str] = Counter(p.fqn for s in view.plan.stages for p in s.parameters)
-    trainable = [p for p in stage.parameters if p.trainable]
+    owners: dict[str, set[tuple[int, ...]]] = {}
+    for other in view.plan.stages:
+        for parameter in other.parameters:
+            owners.setdefault(parameter.fqn, set()).add(other.ranks)
+    earlier = {
+        parameter.fqn
+        for other in _home(view, stage)
+        if other.index < stage.index
+        for parameter in other.parameters
+    }
+    trainable = [p for p in stage.parameters if p.trainable and p.fqn not in earlier]
     entries = {p.fqn: _gradient(view, p, at) for p in trainable}
     # A weight that blocks gather is reduced by itself, where the backward is done with it.
     gathered = [p.fqn for p in trainable if p.zero == 3]
@@ -217,7 +234,7 @@ def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Co
         if bucket.rest and nbytes:
             yield _collective(CollectiveOp.ALL_REDUCE, nbytes, bucket.rest, "sync", value)
     for parameter in trainable:
-        if owners[parameter.fqn] > 1:
+        if len(owners[parameter.fqn]) > 1:
             nbytes = _local_bytes(view, parameter, stored_layout(parameter), at)
             if nbytes:
                 yield _collective(CollectiveOp.ALL_REDUCE, nbytes, ("tied",), "sync", parameter.fqn)

@@ -175,12 +175,7 @@ def create_world(
     groups, recorder = _Groups(size), Recorder()
     wide = _wide_joins(axes, joins)
     meshes = tuple(_mesh(axes, tuple(ranks), rank, wide, groups, recorder) for ranks in stages)
-    channels: dict[tuple[int, str], dist.ProcessGroup] = {}
-    for stage, (here, there) in enumerate(pairwise(stages)):
-        if tuple(here) != tuple(there):
-            for direction in (FORWARD, BACKWARD):
-                ends = sorted({*here, *there})
-                channels[stage, direction] = dist.new_group(ends)
+    channels = _channels([tuple(ranks) for ranks in stages])
     return World(
         rank=rank,
         size=size,
@@ -191,6 +186,22 @@ def create_world(
         channels=channels,
         ties=_ties(stages, sorted(set(ties)), rank, groups, recorder),
     )
+
+
+def _channels(stages: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], dist.ProcessGroup]:
+    """A group for every way that messages go: boundaries between the same ranks, where ranks have
+    several stages, share theirs, since messages are taken in the order they are sent."""
+    made: dict[tuple[tuple[int, ...], tuple[int, ...], str], dist.ProcessGroup] = {}
+    channels = {}
+    for stage, (here, there) in enumerate(pairwise(stages)):
+        if here == there:
+            continue
+        for direction in (FORWARD, BACKWARD):
+            way = (here, there, direction)
+            if way not in made:
+                made[way] = dist.new_group(sorted({*here, *there}))
+            channels[stage, direction] = made[way]
+    return channels
 
 
 def _check(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from autopar.errors import InputError
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR
+from autopar.plan.pipeline import plan_schedule
 from autopar.plan.plan import Plan
 from autopar.plan.zero import zero_shard
 from autopar.runtime.axes import World, create_world
@@ -26,7 +27,6 @@ from autopar.runtime.optim import OptimizerSpec, bind_optimizer
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.state import load_training_state, training_state
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.registry import build_schedule
 
 
 class ParallelModel:
@@ -52,9 +52,7 @@ class ParallelModel:
         self.world = _world(program.plan, device)
         self.store = ParameterStore(parameter_specs(program.plan), self.world)
         initialize(self.store, model, seed=seed, tape=tape, extra=constants)
-        schedule = build_schedule(
-            self.plan.schedule, self.plan.pipeline, self.plan.training.micro_batches
-        )
+        schedule = plan_schedule(self.plan)
         self.loss_scaler = (
             LossScale() if runnable(self.plan.training.precision).loss_scale else None
         )

@@ -49,7 +49,8 @@ class ParameterTree(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """One tensor on this rank. `stages` are all stages that own it, on any rank.
+    """One tensor on this rank. `stages` are all stages that own it, on any rank, `home` the first
+    of those on this rank.
 
     `local` is the leaf that the program is given. `stored` is the local part that stays between
     steps, and has the leaf's memory where both lie alike; `shared` is the same as a DTensor (for a
@@ -59,6 +60,7 @@ class Entry:
     spec: ParameterSpec
     mesh: Mesh
     stages: tuple[int, ...]
+    home: int
     local: Tensor
     stored: Tensor
     shared: Tensor
@@ -113,10 +115,11 @@ class ParameterStore:
                 meshes[mesh.ranks] = mesh.device_mesh(world.device.type)
             for spec in self.specs.get(stage, ()):
                 if spec.fqn not in self.entries:
-                    self._add(spec, mesh, meshes[mesh.ranks])
+                    self._add(spec, stage, meshes[mesh.ranks])
         self.update = WeightUpdate(self.entries, world, cap_bytes)
 
-    def _add(self, spec: ParameterSpec, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    def _add(self, spec: ParameterSpec, stage: int, device_mesh: DeviceMesh) -> None:
+        mesh = self.world.meshes[stage]
         check_spec(spec, mesh)
         at, device = mesh.coordinate or (), self.world.device
         split = split_at_rest(spec, mesh)
@@ -141,6 +144,7 @@ class ParameterStore:
             spec=spec,
             mesh=mesh,
             stages=self.owners[spec.fqn],
+            home=stage,
             local=local,
             stored=stored,
             shared=shared,

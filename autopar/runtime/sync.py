@@ -227,10 +227,13 @@ def any_overflow(grads: Iterable[Tensor], world: World) -> bool:
 
 
 def gradient_buckets(entries: Sequence[Entry], cap_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets that a step sums over axes, without the weights that blocks gather."""
-    return buckets(
-        (gradient_entry(entry) for entry in entries if not _is_gathered(entry)), cap_bytes
-    )
+    """The buckets that a step sums over axes, without the weights that blocks gather; those of a
+    rank's stages are apart."""
+    homes: dict[int, list[GradientEntry]] = {}
+    for entry in entries:
+        if not _is_gathered(entry):
+            homes.setdefault(entry.home, []).append(gradient_entry(entry))
+    return tuple(bucket for home in sorted(homes) for bucket in buckets(homes[home], cap_bytes))
 
 
 def gradient_entry(entry: Entry) -> GradientEntry:

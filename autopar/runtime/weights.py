@@ -78,20 +78,20 @@ def cut_of(entry: Entry) -> flat.Cut:
 
 
 def weight_buckets(entries: Iterable[Entry], cap_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets in which weights are gathered after a step: levels 1 and 2."""
-    return buckets(
-        (
-            GradientEntry(
-                name=entry.spec.fqn,
-                nbytes=entry.local.nbytes,
-                dtype=entry.spec.dtype,
-                axes=entry.split.axis.axes,
+    """The buckets in which weights are gathered after a step: levels 1 and 2; those of a rank's
+    stages are apart."""
+    homes: dict[int, list[GradientEntry]] = {}
+    for entry in entries:
+        if entry.split is not None and entry.spec.zero < 3:
+            homes.setdefault(entry.home, []).append(
+                GradientEntry(
+                    name=entry.spec.fqn,
+                    nbytes=entry.local.nbytes,
+                    dtype=entry.spec.dtype,
+                    axes=entry.split.axis.axes,
+                )
             )
-            for entry in entries
-            if entry.split is not None and entry.spec.zero < 3
-        ),
-        cap_bytes,
-    )
+    return tuple(bucket for home in sorted(homes) for bucket in buckets(homes[home], cap_bytes))
 
 
 def _version(entry: Entry) -> int:

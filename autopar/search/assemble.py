@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.blocks import Block
@@ -16,11 +17,29 @@ from autopar.plan.plan import (
     Terms,
     Variant,
 )
+from autopar.schedules.in_flight import peak_in_flight
+from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
-from autopar.search.pricer import Grid, Pricer
+from autopar.search.pipelines import held_at_peak
+from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 from autopar.search.state import PREFETCHED, held_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageHeld:
+    """What a stage holds at its rank's peak: micro-batches between forward and backward, those
+    whose weight gradients are left, copies of the weights. `once` tells whether what a rank holds
+    once counts here, `widest` whether the largest working set does; `elsewhere` are the sources of
+    parameters that count with another stage of the rank."""
+
+    saved: int
+    deferred: int = 0
+    versions: int = 0
+    once: bool = True
+    widest: bool = True
+    elsewhere: frozenset[str] = frozenset()
 
 
 def stage_terms(
@@ -29,16 +48,16 @@ def stage_terms(
     stage: int,
     blocks: Sequence[Block],
     options: Sequence[ClassOption],
-    held: int,
+    held: StageHeld,
 ) -> Terms:
-    """Memory of a stage by term, in bytes per rank; `held` micro-batches are in flight.
+    """Memory of a stage by term, in bytes per rank.
 
     A parameter that several of the stage's blocks read is held once. `gathered` are weights that
     lie in shards, whole for the blocks that need them now; `unreduced` whole gradients that are
     about to become shards.
     """
     states = [0.0, 0.0, 0.0, 0.0]
-    seen: set[str] = set()
+    seen = set(held.elsewhere)
     for block, option in zip(blocks, options, strict=True):
         for i, part in enumerate(held_bytes(pricer, block, option.states, grid, skip=seen)):
             states[i] += part
@@ -46,23 +65,66 @@ def stage_terms(
     again = [option for option in options if option.recompute]
     kept = [option for option in options if not option.recompute]
     peak = max(options, key=lambda option: option.transient_bytes)
-    return (
+    terms = [
         ("weights", states[0]),
         ("gradients", states[1]),
         ("master", states[2]),
         ("optimizer", states[3]),
-        ("activations", float(held * sum(option.saved_bytes for option in kept))),
-        ("boundary", float(held * sum(option.saved_bytes for option in again))),
-        ("transient", float(peak.cost.transient_bytes)),
-        ("recompute", float(peak.cost.saved_bytes if peak.recompute else 0)),
-        ("gathered", float(PREFETCHED * peak.state.gathered_bytes)),
-        ("unreduced", float(peak.state.unreduced_bytes)),
-        ("communication", float(message_bytes(pricer, grid))),
-        (
-            "reserve",
-            float(reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))),
-        ),
+        ("activations", float(held.saved * sum(option.saved_bytes for option in kept))),
+        ("boundary", float(held.saved * sum(option.saved_bytes for option in again))),
+    ]
+    if grid.pipe.splits_backward:
+        left = sum(option.cost.deferred_bytes for option in options)
+        terms.append(("weight_gradients_due", float(held.deferred * left)))
+    if not grid.pipe.flushes:
+        terms.append(("weight_versions", held.versions * states[0]))
+    once, widest = int(held.once), int(held.widest)
+    reserve = reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))
+    return (
+        *terms,
+        ("transient", float(widest * peak.cost.transient_bytes)),
+        ("recompute", float(widest * peak.cost.saved_bytes if peak.recompute else 0)),
+        ("gathered", float(widest * PREFETCHED * peak.state.gathered_bytes)),
+        ("unreduced", float(widest * peak.state.unreduced_bytes)),
+        ("communication", float(once * message_bytes(pricer, grid))),
+        ("reserve", float(once * reserve)),
     )
+
+
+def _held(
+    pricer: Pricer, staged: Staged, stages: Sequence[tuple[list[Block], list[ClassOption]]]
+) -> list[StageHeld]:
+    """What every stage holds at the peak of its rank, by the plan's own action lists."""
+    pipe, of_stage = staged.grid.pipe, range(len(stages))
+    saved = [sum(option.saved_bytes for option in options) for _, options in stages]
+    deferred = [sum(option.cost.deferred_bytes for option in options) for _, options in stages]
+    if not pipe.flushes:
+        weights = [sum(option.weight_bytes for option in options) for _, options in stages]
+        saved = [a + b for a, b in zip(saved, weights, strict=True)]
+    at_peak = held_at_peak(pipe.build(), saved, deferred if pipe.splits_backward else None)
+    widest = [max(option.transient_bytes for option in options) for _, options in stages]
+    found = []
+    for index in of_stage:
+        together = [k for k in of_stage if pipe.placement[k] == pipe.placement[index]]
+        earlier = {
+            ref.name
+            for k in together
+            if k < index
+            for block in stages[k][0]
+            for ref in block.parameters
+        }
+        copies = at_peak.saved[index] if at_peak.saved[index] > 1 else 0
+        found.append(
+            StageHeld(
+                saved=at_peak.saved[index],
+                deferred=at_peak.deferred[index],
+                versions=0 if pipe.flushes else copies,
+                once=index == together[0],
+                widest=index == max(together, key=lambda k: (widest[k], -k)),
+                elsewhere=frozenset(earlier),
+            )
+        )
+    return found
 
 
 def variants(
@@ -104,11 +166,13 @@ def stage_plans(
     """All stages of the plan. Their collectives are listed later, from the same decisions."""
     found, chosen, names = variants(pricer, staged)
     grid, chain = staged.grid, pricer.setting.chain
+    own = [
+        ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
+        for blocks in staged.problem.stages(staged.solution.cuts)
+    ]
+    held, most = _held(pricer, staged, own), peak_in_flight(grid.pipe.build())
     stages = []
-    for index, blocks in enumerate(staged.problem.stages(staged.solution.cuts)):
-        own = [chain.blocks[b] for b in blocks]
-        options = [chosen[b] for b in blocks]
-        held = staged.problem.in_flight[index]
+    for index, (blocks, options) in enumerate(own):
         ranks = stage_ranks(grid, index)
         stages.append(
             StagePlan(
@@ -122,13 +186,13 @@ def stage_plans(
                         module_path=block.module_path,
                         zero=option.zero,
                     )
-                    for block, option in zip(own, options, strict=True)
+                    for block, option in zip(blocks, options, strict=True)
                 ),
-                parameters=_parameters(pricer, grid, own, options),
-                time_s=_times(pricer, grid, own, options),
-                memory_bytes=stage_terms(pricer, grid, index, own, options, held),
+                parameters=_parameters(pricer, grid, blocks, options),
+                time_s=_times(pricer, grid, index, blocks, options),
+                memory_bytes=stage_terms(pricer, grid, index, blocks, options, held[index]),
                 memory_limit_bytes=min(pricer.setting.memory_bytes(rank) for rank in ranks),
-                in_flight=held,
+                in_flight=most[index],
                 collectives=(),
             )
         )
@@ -136,17 +200,28 @@ def stage_plans(
 
 
 def _times(
-    pricer: Pricer, grid: Grid, blocks: Sequence[Block], options: Sequence[ClassOption]
+    pricer: Pricer,
+    grid: Grid,
+    stage: int,
+    blocks: Sequence[Block],
+    options: Sequence[ClassOption],
 ) -> Terms:
-    boundaries = pricer.setting.chain.boundaries
-    last = blocks[-1].index
-    ahead = boundaries[last] if last < len(boundaries) else ()
-    behind = boundaries[blocks[0].index - 1] if blocks[0].index else ()
+    boundaries, place = pricer.setting.chain.boundaries, grid.pipe.placement
+    first, last = blocks[0].index, blocks[-1].index
+    forward_s = backward_s = 0.0
+    if last < len(boundaries):
+        apart = abs(place[stage + 1] - place[stage])
+        forward_s = boundary_s(pricer, grid, boundaries[last], apart)[0]
+    if first:
+        apart = abs(place[stage] - place[stage - 1])
+        backward_s = boundary_s(pricer, grid, boundaries[first - 1], apart)[1]
+    weight_s = sum(option.cost.weight_s for option in options)
     return (
         ("forward", sum(option.forward_s for option in options)),
         ("backward", sum(option.backward_s for option in options)),
-        ("send_forward", boundary_s(pricer, grid, ahead)[0]),
-        ("send_backward", boundary_s(pricer, grid, behind)[1]),
+        *((("backward_weight", weight_s),) if grid.pipe.splits_backward else ()),
+        ("send_forward", forward_s),
+        ("send_backward", backward_s),
         ("gradient_sync", sum(option.state.sync_s for option in options)),
         ("optimizer", sum(option.state.optimizer_s for option in options)),
     )

@@ -8,8 +8,10 @@ from math import ceil, prod
 from autopar.errors import InputError
 from autopar.ir.mesh import CONTEXT, MeshAxis, stage_mesh
 from autopar.ir.placement import zigzag
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.grid import Grid
 from autopar.search.pins import MESH_DEGREES, Pins
-from autopar.search.pricer import Grid
+from autopar.search.pipelines import FREE
 from autopar.search.setting import Setting
 from autopar.search.state import FREE_LEVELS
 
@@ -34,9 +36,50 @@ def space_text(setting: Setting) -> str:
         f"{setting.cluster.links[0].span} with one sample a micro-batch; micro-batches of 1, 2, 4, "
         "... samples a data rank, up to all of them; stages of any consecutive blocks; "
         "per op any placement its rules allow; per block no recompute or all, and ZeRO "
-        f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedule 1f1b "
-        "(others where pinned)"
+        f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedules "
+        f"{_schedules_text()}"
     )
+
+
+def _schedules_text() -> str:
+    chunks: dict[str, list[int]] = {}
+    for name, count in FREE:
+        chunks.setdefault(name, []).append(count)
+    names = [
+        name if counts == [1] else f"{name} with {' or '.join(map(str, counts))} stages a rank"
+        for name, counts in chunks.items()
+        if name in SCHEDULES
+    ]
+    others = [name for name in SCHEDULES if name not in chunks]
+    where_pinned = f" ({', '.join(others)} where pinned)" if others else ""
+    return ", ".join(names) + where_pinned
+
+
+def variants(setting: Setting, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+    """The schedules, with stages per rank, to try with so many pipeline ranks.
+
+    A rank has a block for each of its stages at least, and pinned boundaries cut the chain into
+    exactly as many stages as there are. One rank alone has no pipeline to schedule.
+    """
+    pins = setting.pins
+    offered: tuple[tuple[str, int], ...] = FREE
+    if pins.schedule is not None:
+        counts = {"one": (1,), "two": (2,), "many": (2, 4, 1)}[SCHEDULES[pins.schedule].chunks]
+        counts = counts if pins.chunks is None else (pins.chunks,)
+        offered = tuple((pins.schedule, count) for count in counts)
+    elif pins.chunks is not None:
+        offered = (*FREE, ("interleaved-1f1b", pins.chunks))
+    elif pipeline == 1:
+        offered = FREE[:1]
+    for name, chunks in dict.fromkeys(offered):
+        stages = pipeline * chunks
+        if name not in SCHEDULES or pins.chunks not in (None, chunks):
+            continue
+        if chunks > 1 and pins.boundaries and len(pins.boundaries) != stages - 1:
+            continue
+        row = SCHEDULES[name]
+        if stages <= len(setting.chain.blocks) and not row.why_not(pipeline, chunks, micro_batches):
+            yield name, chunks
 
 
 def micro_batch_sizes(setting: Setting, mesh: tuple[MeshAxis, ...]) -> Iterator[tuple[int, int]]:
@@ -148,9 +191,11 @@ def grids(setting: Setting) -> tuple[Grid, ...]:
                     mesh=mesh,
                     micro_batch=size,
                     micro_batches=count,
-                    schedule=pins.schedule or "1f1b",
+                    schedule=schedule,
+                    chunks=chunks,
                 )
                 for size, count in micro_batch_sizes(setting, mesh)
+                for schedule, chunks in variants(setting, pipeline, count)
             ]
     if not found:
         raise InputError(_no_grid(setting))
@@ -182,6 +227,7 @@ def _no_grid(setting: Setting) -> str:
                 else "the model has no dim that runs over a sequence"
             )
         )
+    reasons += _unscheduled(setting)
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         reasons.append(f"the batch cannot be split: {node}: {why}")
@@ -193,6 +239,24 @@ def _no_grid(setting: Setting) -> str:
             "micro-batch size is left"
         )
     return f"no grid of {devices} devices satisfies {fixed}: " + "; ".join(reasons)
+
+
+def _unscheduled(setting: Setting) -> list[str]:
+    """What pinned schedule and chunks ask for that cannot be."""
+    pins, blocks = setting.pins, len(setting.chain.blocks)
+    if pins.schedule is None and pins.chunks is None:
+        return []
+    name = pins.schedule or "interleaved-1f1b"
+    row = SCHEDULES[name]
+    chunks = pins.chunks or (2 if row.chunks == "two" else 1)
+    pipeline = pins.pipeline or 1
+    if pipeline * chunks > blocks:
+        return [
+            f"{pipeline} pipeline ranks of {chunks} stages each are more than the {blocks} blocks "
+            "that the model can be cut into"
+        ]
+    reason = row.why_not(pipeline, chunks, pins.micro_batches or setting.global_batch)
+    return [f"schedule {name} cannot run over {reason}"] if reason else []
 
 
 def _indivisible(pins: Pins, devices: int) -> list[str]:

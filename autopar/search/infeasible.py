@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import ceil, inf
 
 from autopar.ir.mesh import TENSOR, MeshAxis
-from autopar.plan.text import amount
-from autopar.search.assemble import stage_terms
+from autopar.plan.text import amount, spans
+from autopar.search.assemble import StageHeld, stage_terms
 from autopar.search.block import HEAVY_OPS
 from autopar.search.grids import widest_tensor
 from autopar.search.options import ClassOption
@@ -45,6 +45,7 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
     return "\n".join(
         [
             f"{head}. {which} is pipeline {grid.pipeline} x "
+            f"{f'{grid.chunks} chunks x ' if grid.chunks > 1 else ''}"
             f"{' x '.join(f'{axis.name} {axis.size}' for axis in grid.mesh)}, "
             f"micro-batch {grid.micro_batch}:",
             *_closest_lines(pricer, closest),
@@ -54,12 +55,16 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
 
 def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
     setting, grid = pricer.setting, closest.grid
-    worst = max(
-        range(grid.pipeline),
-        key=lambda k: closest.solution.stage_bytes[k] - closest.problem.capacity_bytes[k],
-    )
-    needs, has = closest.solution.stage_bytes[worst], closest.problem.capacity_bytes[worst]
+    capacity = closest.problem.capacity_bytes
+    used = {
+        stages[0]: sum(closest.solution.stage_bytes[k] for k in stages)
+        for stages in closest.problem.rank_stages()
+    }
+    worst = max(used, key=lambda k: used[k] - capacity[k])
+    needs, has = used[worst], capacity[worst]
+    together = [k for k in range(grid.pipe.num_stages) if grid.pipe.placement[k] == worst]
     terms = _least_terms(pricer, closest, worst)
+    where = f"stage {worst}" if len(together) == 1 else f"the rank of stages {spans(together)}"
     shown = ", ".join(f"{name} {amount(value)}" for name, value in terms if value)
     states = sum(
         value for name, value in terms if name in ("weights", "gradients", "master", "optimizer")
@@ -71,7 +76,7 @@ def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
     )
     pins = f"; {_pins(setting)}" if setting.pins.items() else ""
     return [
-        f"  stage {worst} needs {amount(needs)} of {amount(has)}, {ceil(needs - has)} bytes too "
+        f"  {where} needs {amount(needs)} of {amount(has)}, {ceil(needs - has)} bytes too "
         f"much: {shown}",
         f"  what would help: {', '.join(helps)}{pins}",
     ]
@@ -84,14 +89,22 @@ def _pins(setting: Setting) -> str:
     return "pinned: " + ", ".join(f"{key}={value}" for key, value in items) + " (try without)"
 
 
-def _least_terms(pricer: Pricer, staged: Staged, stage: int) -> list[tuple[str, float]]:
-    """Memory terms of a stage run with as little as its blocks' options allow."""
+def _least_terms(pricer: Pricer, staged: Staged, first: int) -> list[tuple[str, float]]:
+    """Memory terms of a rank run with as little as its blocks' options allow; `first` is the first
+    of its stages."""
     problem = staged.problem
-    indices = problem.stages(staged.solution.cuts)[stage]
-    held = problem.in_flight[stage]
-    options = _smallest([staged.options[problem.blocks[b]] for b in indices], held)
-    blocks = [pricer.setting.chain.blocks[b] for b in indices]
-    return list(stage_terms(pricer, staged.grid, stage, blocks, options, held))
+    terms: dict[str, float] = {}
+    for stage, place in enumerate(problem.stage_rank):
+        if place != problem.stage_rank[first]:
+            continue
+        indices = problem.stages(staged.solution.cuts)[stage]
+        held = problem.in_flight[stage]
+        options = _smallest([staged.options[problem.blocks[b]] for b in indices], held)
+        blocks = [pricer.setting.chain.blocks[b] for b in indices]
+        own = StageHeld(saved=held, once=stage == first, widest=stage == first)
+        for name, value in stage_terms(pricer, staged.grid, stage, blocks, options, own):
+            terms[name] = terms.get(name, 0.0) + value
+    return list(terms.items())
 
 
 def _smallest(offered: Sequence[Sequence[ClassOption]], held: int) -> list[ClassOption]:

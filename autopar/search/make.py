@@ -8,6 +8,7 @@ from dataclasses import replace
 from autopar.costs.optimizer_state import optimizer_note
 from autopar.errors import InputError
 from autopar.plan.fingerprint import fingerprint
+from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import (
     Candidate,
     Certificate,
@@ -19,10 +20,10 @@ from autopar.plan.plan import (
 )
 from autopar.rules import has_rule
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
 from autopar.search.assemble import stage_plans
+from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import Found, Planner, Progress
@@ -74,40 +75,47 @@ def _plan(planner: Planner, found: Found) -> Plan:
         ),
         pipeline=grid.pipeline,
         axes=grid.mesh,
+        chunks=grid.chunks,
         schedule=grid.schedule,
         variants=variants,
         stages=stages,
         collectives=(),
         prediction=predict(setting, staged, stages),
         certificate=_certificate(setting, found),
-        notes=_notes(setting, planner),
+        notes=(*_schedule_notes(grid), *_notes(setting, planner)),
     )
 
 
 def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
-    """The simulated step of the plan's own action lists, then gradient sync and optimizer."""
-    grid = staged.grid
+    """The simulated step of the plan's own action lists, then gradient sync and optimizer.
+
+    Without a flush a stage sums its gradients and steps the optimizer after every backward.
+    """
+    grid, pipe = staged.grid, staged.grid.pipe
     terms = [dict(stage.time_s) for stage in stages]
+    update_s = [t["gradient_sync"] + t["optimizer"] for t in terms]
+    every_s = [0.0 if pipe.flushes else update for update in update_s]
+    weight_s = [t.get("backward_weight", 0.0) for t in terms]
     times = StageTimes(
         forward_s=tuple(t["forward"] for t in terms),
-        backward_s=tuple(t["backward"] for t in terms),
+        backward_s=tuple(t["backward"] + e for t, e in zip(terms, every_s, strict=True)),
+        backward_input_s=tuple(t["backward"] - w for t, w in zip(terms, weight_s, strict=True)),
+        backward_weight_s=tuple(weight_s),
         send_forward_s=tuple(t["send_forward"] for t in terms[:-1]),
         send_backward_s=tuple(t["send_backward"] for t in terms[1:]),
     )
-    schedule = build_schedule(grid.schedule, grid.pipeline, grid.micro_batches)
-    timeline = simulate(insert_communication(schedule), times)
-    tails = [t["gradient_sync"] + t["optimizer"] for t in terms]
+    timeline = simulate(insert_communication(pipe.build()), times)
+    groups = rank_groups(stages)
+    tails = [sum(update_s[s.index] - every_s[s.index] for s in group) for group in groups]
     ends = [finish + tail for finish, tail in zip(timeline.finish_s, tails, strict=True)]
     step_s = max(ends)
-    slowest = ends.index(step_s)
-    peaks = [sum(value for _, value in stage.memory_bytes) for stage in stages]
-    count = grid.micro_batches
-    critical = terms[slowest]
+    slowest = groups[ends.index(step_s)]
+    peaks = [ranks_peak_bytes(group) for group in groups]
+    runs = {"forward": grid.micro_batches, "backward": grid.micro_batches}
+    often = 1 if pipe.flushes else grid.micro_batches
     busy = {
-        "forward": count * critical["forward"],
-        "backward": count * critical["backward"],
-        "gradient_sync": critical["gradient_sync"],
-        "optimizer": critical["optimizer"],
+        name: runs.get(name, often) * sum(terms[stage.index][name] for stage in slowest)
+        for name in ("forward", "backward", "gradient_sync", "optimizer")
     }
     busy["waiting"] = max(0.0, step_s - sum(busy.values()))
     costs = [
@@ -119,7 +127,7 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
         samples_per_s=setting.global_batch / step_s,
         bubble_fraction=timeline.bubble_fraction,
         peak_bytes=max(peaks),
-        peak_stage=peaks.index(max(peaks)),
+        peak_stage=groups[peaks.index(max(peaks))][0].index,
         time_s=tuple(busy.items()),
         measured_ops=sum(cost.measured_ops for cost in costs),
         priced_ops=sum(cost.priced_ops for cost in costs),
@@ -134,7 +142,9 @@ def _certificate(setting: Setting, found: Found) -> Certificate:
         key=lambda staged: staged.solution.objective,
     )
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
-    status = "optimal" if found.status is Status.OPTIMAL else "feasible, time limit reached"
+    status = "optimal"
+    if found.status is not Status.OPTIMAL:
+        status = "feasible, time limit reached" if found.timed_out else "feasible, within the gap"
     unique = {staged.grid: staged for staged in reversed(others)}
     ranked = sorted(unique.values(), key=lambda staged: staged.solution.objective)
     return Certificate(
@@ -157,6 +167,7 @@ def _candidate(staged: Staged, best_s: float) -> Candidate:
         axes=grid.mesh,
         micro_batch=grid.micro_batch,
         schedule=grid.schedule,
+        chunks=grid.chunks,
         step_s=step_s,
         verdict=f"{step_s / best_s - 1:+.1%} step time",
     )
@@ -170,6 +181,16 @@ def _pin_prices(
     cost = found.best.solution.objective - free.best.solution.objective
     return tuple(
         PinPrice(key=key, value=value, cost_s=max(0.0, cost)) for key, value in setting.pins.items()
+    )
+
+
+def _schedule_notes(grid: Grid) -> tuple[str, ...]:
+    if grid.pipe.flushes:
+        return ()
+    return (
+        f"schedule {grid.schedule} changes the optimisation: every stage steps its optimizer after "
+        "each micro-batch, on gradients of weights that are up to "
+        f"{grid.pipeline - 1} updates old; losses differ from one device's",
     )
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
-from autopar.search.pricer import BlockCost, Grid, Pricer
+from autopar.search.grid import Grid
+from autopar.search.pipelines import Pipeline
+from autopar.search.pricer import BlockCost, Pricer
 from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
 from autopar.search.state import (
     UNSPLIT,
@@ -87,15 +89,36 @@ class ClassOption:
         again = self.cost.saved_bytes if self.recompute else 0
         return self.cost.transient_bytes + again + self.state.transient_bytes
 
-    def as_option(self) -> BlockOption:
-        """The option as the partition problem sees it."""
+    def as_option(self, pipe: Pipeline | None = None) -> BlockOption:
+        """The option as the partition problem sees it, by default with whole backwards.
+
+        Between the parts of a split backward something else is held than before; the larger counts
+        for both. Without a flush a stage updates its weights after every micro-batch, and keeps a
+        copy of them for each that is in flight.
+        """
+        work_s, update_s = self.forward_s + self.backward_s, self.update_s
+        saved = self.saved_bytes
+        if pipe is not None and pipe.splits_backward:
+            saved = max(saved, self.cost.deferred_bytes)
+        if pipe is not None and not pipe.flushes:
+            saved, work_s, update_s = saved + self.weight_bytes, work_s + update_s, 0.0
         return BlockOption(
-            time_s=self.forward_s + self.backward_s,
+            time_s=work_s,
             static_bytes=float(self.state.held.terms.total_bytes),
-            saved_bytes=float(self.saved_bytes),
-            sync_s=self.state.sync_s + self.state.optimizer_s,
+            saved_bytes=float(saved),
+            sync_s=update_s,
             transient_bytes=float(self.transient_bytes),
         )
+
+    @property
+    def update_s(self) -> float:
+        """Seconds to sum gradients and step the optimizer."""
+        return self.state.sync_s + self.state.optimizer_s
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are computed with."""
+        return self.state.held.weights
 
 
 def class_options(

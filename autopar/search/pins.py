@@ -11,7 +11,7 @@ from autopar.ir.graph import Source, SourceKind
 from autopar.ir.placement import Placement, R, Shard, parse_placement
 
 MESH_DEGREES = ("pipeline", "data", "context", "tensor")
-DEGREES = (*MESH_DEGREES, "shard", "expert", "micro_batches", "micro_batch")
+DEGREES = (*MESH_DEGREES, "shard", "expert", "chunks", "micro_batches", "micro_batch")
 RECOMPUTE = ("none", "all")
 ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
@@ -25,15 +25,17 @@ class Pins:
     """What is fixed; None or empty where the search is free.
 
     `data` is the data-parallel degree in all, `shard` the part of it on the inner axis; `expert`
-    is the degree by which experts are split over ranks that split samples, 1 for none. `sequence`
-    tells whether the tensor axis splits the sequence between blocks. `zero` is the ZeRO level of
-    all blocks; parameters of several blocks are at most level 1.
+    is the degree by which experts are split over ranks that split samples, 1 for none; `chunks`
+    the number of stages of a pipeline rank. `sequence` tells whether the tensor axis splits the
+    sequence between blocks. `zero` is the ZeRO level of all blocks; parameters of several blocks
+    are at most level 1.
 
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
     module paths that must start a stage.
     """
 
     pipeline: int | None = None
+    chunks: int | None = None
     data: int | None = None
     shard: int | None = None
     expert: int | None = None

@@ -32,8 +32,8 @@ FREE = (
 HIDES_MESSAGES = frozenset({"gpipe", "interleaved-1f1b", "looped-bfs"})
 """Schedules whose ranks always have other work while a message is under way."""
 
-_MOST_ACTIONS = 50_000
 _PROBE = 6
+_NEGLIGIBLE = 1e-3
 _STEPS = 32
 """Shares of forward and weight gradients are rounded to this many steps to simulate them once."""
 
@@ -180,6 +180,8 @@ class Weights:
         as often as a rank runs stages.
         """
         share = min(1.0 / pipeline.chunks, step / pipeline.num_stages)
+        if not pipeline.flushes:  # it never drains: only the slowest stage counts
+            share = _NEGLIGIBLE / pipeline.num_stages
         return Weights(sum=share, longest=max(0.0, step - share * pipeline.num_stages))
 
 
@@ -189,7 +191,7 @@ def least_step(pipeline: Pipeline) -> float:
     With full backwards the last rank waits for a first micro-batch, and others wait after it.
     """
     work = pipeline.micro_batches * pipeline.chunks
-    if pipeline.splits_backward:
+    if pipeline.splits_backward or not pipeline.flushes:
         return float(work)
     if pipeline.chunks == 1:
         return float(work + pipeline.ranks - 1)

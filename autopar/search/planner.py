@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +13,15 @@ from autopar.costs.memory import reserve_bytes
 from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
+from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.infeasible import explain_infeasible, explain_unsplittable
 from autopar.search.options import ClassOption, class_options
-from autopar.search.pricer import Grid, Pricer
+from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
+from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
-from autopar.search.sharding import solve_sharding
-from autopar.search.stages import Staged, partition_problem, solve_stages, stage_ranks
+from autopar.search.sharding import Sharding, solve_sharding
+from autopar.search.stages import Staged, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
     ZeroChoice,
@@ -31,6 +34,8 @@ from solvers.solution import Status
 
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
+
+_Place = tuple[int, int, tuple[int, ...], int]
 
 _TIE = 1e-9
 _MOST_FIXINGS = 8
@@ -50,6 +55,13 @@ class Found:
     unsolved: int
     bound_s: float
     status: Status
+    timed_out: bool = False
+
+
+def _ran_out(staged: Staged) -> bool:
+    """Whether a grid is unproven for want of time, not for memory that its stages share."""
+    unproven = staged.solution.status in (Status.FEASIBLE, Status.TIME_LIMIT)
+    return unproven and not staged.problem.shares_ranks
 
 
 @dataclass
@@ -59,8 +71,9 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
-    _bounds: dict[object, float] = field(default_factory=dict)
+    _fast: dict[object, Sharding | None] = field(default_factory=dict)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
+    _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
@@ -74,17 +87,24 @@ class Planner:
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
         self._check_tensor_pin()
-        queue = self._by_bound(candidates)
+        queue, total = self._by_bound(candidates), len(candidates)
         solved: list[Staged] = []
         unfit: list[Staged] = []
         best: Staged | None = None
-        for position, (bound, grid) in enumerate(queue):
-            if best is not None and bound >= best.solution.objective * (1 - _TIE):
-                return self._found(best, solved, unfit, len(queue), len(queue) - position, None)
-            if time.monotonic() > deadline and best is not None:
-                return self._found(best, solved, unfit, len(queue), len(queue) - position, bound)
-            self.progress("searching grids", position / len(queue))
+        while queue:
+            bound, place, refined, grid = heapq.heappop(queue)
             limit_s = inf if best is None else best.solution.objective * (1 - _TIE)
+            left = len(queue) + 1
+            if best is not None and bound >= limit_s:
+                return self._found(best, solved, unfit, total, left, None)
+            if time.monotonic() > deadline and best is not None:
+                return self._found(best, solved, unfit, total, left, bound)
+            self.progress("searching grids", 1 - left / total)
+            if not refined and bound < inf:
+                # With the schedule's real bubble the grid may stand further back.
+                bound = self._bound(grid, self._weights(grid))
+                heapq.heappush(queue, (bound, place, True, grid))
+                continue
             for staged in self._solve(grid, limit_s):
                 (solved if staged.solution.status.has_solution else unfit).append(staged)
                 if staged.solution.status.has_solution and (
@@ -93,7 +113,7 @@ class Planner:
                     best = staged
         if best is None:
             raise InfeasiblePlan(explain_infeasible(self.pricer, unfit))
-        return self._found(best, solved, unfit, len(queue), 0, None)
+        return self._found(best, solved, unfit, total, 0, None)
 
     def _found(
         self,
@@ -121,6 +141,7 @@ class Planner:
             unsolved=0 if bound_s is None else unsolved,
             bound_s=bound,
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+            timed_out=bound_s is not None or any(map(_ran_out, (chosen, *others))),
         )
 
     def _left_s(self, staged: Staged) -> float:
@@ -136,28 +157,58 @@ class Planner:
             if message:
                 raise InfeasiblePlan(message)
 
-    def _by_bound(self, candidates: tuple[Grid, ...]) -> list[tuple[float, Grid]]:
+    def _by_bound(self, candidates: tuple[Grid, ...]) -> list[tuple[float, _Place, bool, Grid]]:
+        """A heap of the grids by their bounds; of equals, simpler ones come first."""
         bounded = []
         for position, grid in enumerate(candidates):
             self.progress("bounding grids", position / len(candidates))
-            bounded.append((self._lower_bound(grid), grid))
-        return sorted(
-            bounded,
-            key=lambda item: (
-                item[0],
-                item[1].pipeline,
-                item[1].tensor,
-                item[1].sizes,
-            ),
-        )
+            place = (grid.pipeline, grid.tensor, grid.sizes, position)
+            bound = self._lower_bound(grid)
+            bounded.append((bound, place, has_closed_form(grid.pipe), grid))
+        heapq.heapify(bounded)
+        return bounded
 
     def _lower_bound(self, grid: Grid) -> float:
-        """Step time that no plan on the grid beats: blocks at their fastest, memory for free.
+        """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
+        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe))
+
+    def _weights(self, grid: Grid) -> Weights:
+        """The objective of a grid: exact for equal stages and hidden messages.
+
+        Of a schedule that splits the backward it depends on what the parts take, for which the
+        fastest sharding of every block stands.
+        """
+        pipe = grid.pipe
+        if has_closed_form(pipe):
+            return Weights.of(least_step(pipe), pipe)
+        return Weights.of(equal_step(pipe, *self._parts(grid)), pipe)
+
+    def _parts(self, grid: Grid) -> tuple[float, float]:
+        """The shares of forwards and of weight gradients in the work of all blocks."""
+        if grid.base not in self._shares:
+            chain = self.setting.chain
+            forward_s = weight_s = total_s = 0.0
+            for block_class in chain.classes:
+                solved = self._fastest_sharding(block_class.index, grid)
+                if solved is None:
+                    continue
+                block = chain.representative(block_class.index)
+                cost = self.pricer.cost(block, solved.choices, dict(solved.parameters), grid)
+                count = len(block_class.members)
+                forward_s += count * cost.forward_s
+                weight_s += count * cost.weight_s
+                total_s += count * (cost.forward_s + cost.backward_s)
+            shares = (forward_s / total_s, weight_s / total_s) if total_s else (0.5, 0.0)
+            self._shares[grid.base] = shares
+        return self._shares[grid.base]
+
+    def _bound(self, grid: Grid, weights: Weights) -> float:
+        """The objective of the blocks at their fastest, memory for free.
 
         Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
         by how much, if nothing else fits.
         """
-        chain = self.setting.chain
+        chain, stages = self.setting.chain, grid.pipe.num_stages
         if not self._state_may_fit(grid):
             return inf
         fastest = [self._fastest(c.index, grid) for c in chain.classes]
@@ -170,17 +221,19 @@ class Planner:
             PartitionProblem(
                 blocks=tuple(block.class_index for block in chain.blocks),
                 classes=classes,
-                num_stages=grid.pipeline,
-                in_flight=(0,) * grid.pipeline,
-                capacity_bytes=(1.0,) * grid.pipeline,
+                num_stages=stages,
+                in_flight=(0,) * stages,
+                capacity_bytes=(1.0,) * stages,
                 num_micro_batches=grid.micro_batches,
+                sum_weight=weights.sum,
+                max_weight=weights.longest,
             )
         )
 
     def _state_may_fit(self, grid: Grid) -> bool:
         """Whether one share of every parameter's state fits the stages' memory put together."""
         setting = self.setting
-        firsts = [stage_ranks(grid, stage)[0] for stage in range(grid.pipeline)]
+        firsts = [place * grid.stage_devices for place in range(grid.pipeline)]
         room = sum(
             setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
             for rank in firsts
@@ -189,16 +242,19 @@ class Planner:
 
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
+        solved = self._fastest_sharding(class_index, grid)
+        return inf if solved is None else max(solved.bound, 0.0)
+
+    def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
         key = (class_index, self.pricer.block_mesh(grid), grid.micro_batch)
-        if key not in self._bounds:
+        if key not in self._fast:
             block = self.setting.chain.representative(class_index)
-            solved = solve_sharding(
+            self._fast[key] = solve_sharding(
                 self.pricer.space(block, self.pricer.block_mesh(grid)),
                 self.pricer.prices(grid, with_sync=False),
                 backend=self.setting.backend,
             )
-            self._bounds[key] = inf if solved is None else max(solved.bound, 0.0)
-        return self._bounds[key]
+        return self._fast[key]
 
     def _solve(self, grid: Grid, limit_s: float) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
@@ -211,7 +267,7 @@ class Planner:
                 for c in self.setting.chain.classes
             }
             if all(options.values()):
-                problem = partition_problem(self.pricer, grid, options)
+                problem = partition_problem(self.pricer, grid, options, self._weights(grid))
                 if limit_s == inf or lower_bound(problem) < limit_s:
                     yield solve_stages(self.pricer, grid, options, problem)
 
@@ -229,7 +285,7 @@ class Planner:
         relevant = {name: layout for name, layout in fixed.items() if name in names}
         if not self.setting.shared_positions[class_index]:
             shared = UNSPLIT
-        key = (grid, class_index, tuple(sorted(relevant.items())), shared)
+        key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
             self._options[key] = class_options(self.pricer, grid, class_index, relevant, shared)
         return self._options[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from autopar.costs.collectives import ClusterCollectives
@@ -21,68 +21,13 @@ from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
+from autopar.plan.split import Product, split_products
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
+from autopar.search.grid import Grid
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.setting import Setting
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
-    """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule."""
-
-    pipeline: int
-    mesh: tuple[MeshAxis, ...]
-    micro_batch: int
-    micro_batches: int
-    schedule: str
-
-    def degree(self, name: str) -> int:
-        """Size of a mesh axis; 1 where the mesh has no such axis."""
-        return next((axis.size for axis in self.mesh if axis.name == name), 1)
-
-    @property
-    def tensor(self) -> int:
-        """Tensor-parallel degree."""
-        return self.degree(TENSOR)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the mesh axes."""
-        return tuple(axis.name for axis in self.mesh)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the mesh axes."""
-        return tuple(axis.size for axis in self.mesh)
-
-    @property
-    def block_mesh(self) -> tuple[MeshAxis, ...]:
-        """The mesh without the sizes of the axes that split samples, which no op's options depend
-        on."""
-        return tuple(replace(a, size=2) if a.splits_samples else a for a in self.mesh)
-
-    @property
-    def batch_ranks(self) -> int:
-        """Data-parallel degree: the ranks that the samples are split over."""
-        return batch_size(self.names, self.sizes)
-
-    @property
-    def stage_devices(self) -> int:
-        """Devices of one stage."""
-        return prod(self.sizes)
-
-    def axes(self) -> tuple[Axis, ...]:
-        """Mesh axes of a stage on the devices: tensor innermost, pipeline outermost."""
-        strides = [prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
-        return tuple(
-            Axis(name=axis.name, size=axis.size, stride=stride)
-            for axis, stride in zip(self.mesh, strides, strict=True)
-        )
-
-    def pipeline_axis(self) -> Axis:
-        """The axis along the stages."""
-        return Axis(name="pipeline", size=self.pipeline, stride=self.stage_devices)
+from autopar.search.split_costs import WeightPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +36,9 @@ class BlockCost:
 
     Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank:
     `saved_bytes` and `input_bytes` per micro-batch in flight, `transient_bytes` while the block
-    runs. What its parameters cost besides is in `search.state`.
+    runs. `weight_s` is the part of `backward_s` that computes weight gradients, `deferred_bytes`
+    what is held until then for each micro-batch, where a schedule splits the backward. What the
+    block's parameters cost besides is in `search.state`.
     """
 
     forward_s: float
@@ -103,6 +50,8 @@ class BlockCost:
     transient_bytes: int
     priced_ops: int
     measured_ops: int
+    weight_s: float = 0.0
+    deferred_bytes: int = 0
 
 
 @dataclass
@@ -122,6 +71,7 @@ class Pricer:
     )
     _joined: dict[object, CollectiveTime] = field(default_factory=dict)
     _moves: dict[object, dict[object, float]] = field(default_factory=dict)
+    _products: dict[int, Mapping[str, Product]] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceSpec:
@@ -324,10 +274,14 @@ class Pricer:
         forward = backward = 0.0
         compute = (0.0, 0.0)
         measured = 0
+        apart = WeightPart(products=self.products(block), prices=prices, device=self.device)
         for node, choice in zip(nodes, choices, strict=True):
-            op_forward, op_backward, known = self.op_seconds(self.local(node, choice, prices))
-            inner = prices.inner_s(node, self._option(node, choice, grid))
+            op, option = self.local(node, choice, prices), self._option(node, choice, grid)
+            op_forward, op_backward, known = self.op_seconds(op)
+            inner = prices.inner_s(node, option)
             compute = (compute[0] + op_forward, compute[1] + op_backward)
+            if not any(strategy.kernel for strategy in option.strategies):
+                apart.add(node, choice, op, op_backward)
             forward, backward = forward + op_forward + inner[0], backward + op_backward + inner[1]
             measured += known
         for move in flow.moves():
@@ -344,7 +298,17 @@ class Pricer:
             transient_bytes=transient,
             priced_ops=len(nodes),
             measured_ops=measured,
+            weight_s=apart.seconds,
+            deferred_bytes=apart.held_bytes,
         )
+
+    def products(self, block: Block) -> Mapping[str, Product]:
+        """The ops of a block whose weight gradients a split backward computes apart."""
+        if block.index not in self._products:
+            self._products[block.index] = split_products(
+                self.setting.block_nodes(block), block.parameters, self.setting.specs
+            )
+        return self._products[block.index]
 
     def _flow(
         self,

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.collectives import axis_collective_time_s
 from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
-from autopar.schedules.in_flight import peak_in_flight
-from autopar.schedules.registry import build_schedule
+from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
-from autopar.search.pricer import Grid, Pricer
+from autopar.search.pipelines import (
+    HIDES_MESSAGES,
+    Weights,
+    held_at_peak,
+    held_together,
+    in_flight,
+)
+from autopar.search.pricer import Pricer
 from solvers.partition import PartitionProblem, PartitionSolution, solve_partition
+from solvers.solution import Status, fits, relative_gap
 
-_PROBE = 2
+_PROVEN = 1e-6
+"""Relative gap up to which an answer counts as optimal, as the solver has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,29 +38,24 @@ class Staged:
     solution: PartitionSolution
 
 
-def in_flight(schedule: str, num_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches each stage holds at once.
-
-    Read off a short schedule where the number does not grow with the micro-batches.
-    """
-    few = min(micro_batches, _PROBE * num_stages)
-    held = peak_in_flight(build_schedule(schedule, num_stages, few))
-    if few < micro_batches and max(held) == few:
-        return peak_in_flight(build_schedule(schedule, num_stages, micro_batches))
-    return held
-
-
 def boundary_bytes(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
     """Bytes one rank sends for one micro-batch where the chain is cut so that `refs` cross."""
     prices, shared = pricer.prices(grid), pricer.setting.shared(grid.mesh)
     return sum(prices.local_bytes(ref, shared[ref]) for ref in refs)
 
 
-def boundary_s(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> tuple[float, float]:
-    """Seconds to send `refs` to the next stage, and their gradients back."""
-    if grid.pipeline == 1:
+def boundary_s(
+    pricer: Pricer, grid: Grid, refs: Sequence[Ref], apart: int | None = None
+) -> tuple[float, float]:
+    """Seconds to send `refs` to the next stage, and their gradients back.
+
+    Between neighbours, or between ranks that are `apart` where that is given; 0 is the same rank.
+    """
+    if grid.pipeline == 1 or apart == 0:
         return 0.0, 0.0
     axis, cluster = grid.pipeline_axis(), pricer.setting.cluster
+    if apart is not None and apart > 1:
+        axis = replace(axis, size=2, stride=apart * axis.stride)
     back = [ref for ref in refs if ref in pricer.setting.differentiable]
 
     def seconds(values: Sequence[Ref]) -> float:
@@ -65,8 +68,9 @@ def boundary_s(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> tuple[float, 
 
 
 def stage_ranks(grid: Grid, stage: int) -> range:
-    """Devices of a stage: stages take consecutive runs of devices."""
-    return range(stage * grid.stage_devices, (stage + 1) * grid.stage_devices)
+    """Devices of a stage: pipeline ranks take consecutive runs of devices."""
+    place = grid.pipe.placement[stage]
+    return range(place * grid.stage_devices, (place + 1) * grid.stage_devices)
 
 
 def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:
@@ -95,44 +99,56 @@ def message_bytes(pricer: Pricer, grid: Grid) -> int:
 
 
 def partition_problem(
-    pricer: Pricer, grid: Grid, options: Mapping[int, tuple[ClassOption, ...]]
+    pricer: Pricer,
+    grid: Grid,
+    options: Mapping[int, tuple[ClassOption, ...]],
+    weights: Weights,
 ) -> PartitionProblem:
-    """The chain of blocks as a partition problem for one grid."""
-    setting = pricer.setting
+    """The chain of blocks as a partition problem for one grid.
+
+    What a rank holds once, whatever its stages, is counted with the first of them.
+    """
+    setting, pipe = pricer.setting, grid.pipe
     chain = setting.chain
-    firsts = [stage_ranks(grid, stage) for stage in range(grid.pipeline)]
+    ranks = [stage_ranks(grid, stage) for stage in range(pipe.num_stages)]
     messages = message_bytes(pricer, grid)
+    first = [pipe.placement.index(place) == k for k, place in enumerate(pipe.placement)]
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
         classes=tuple(
-            tuple(option.as_option() for option in options[c.index]) for c in chain.classes
+            tuple(option.as_option(pipe) for option in options[c.index]) for c in chain.classes
         ),
-        num_stages=grid.pipeline,
-        in_flight=in_flight(grid.schedule, grid.pipeline, grid.micro_batches),
+        num_stages=pipe.num_stages,
+        in_flight=held_together(pipe),
         capacity_bytes=tuple(
-            float(min(setting.memory_bytes(rank) for rank in ranks)) for ranks in firsts
+            float(min(setting.memory_bytes(rank) for rank in own)) for own in ranks
         ),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(reserve_bytes(setting.cluster.device(ranks[0])) + messages) for ranks in firsts
+            float(reserve_bytes(setting.cluster.device(own[0])) + messages) if once else 0.0
+            for own, once in zip(ranks, first, strict=True)
         ),
         boundary_s=_boundary_times(pricer, grid),
-        fixed_cuts=fixed_cuts(pricer, grid.pipeline),
+        fixed_cuts=fixed_cuts(pricer, pipe.num_stages),
+        sum_weight=weights.sum,
+        max_weight=weights.longest,
+        boundary_in_max=pipe.schedule not in HIDES_MESSAGES,
+        stage_rank=pipe.placement,
     )
 
 
-def fixed_cuts(pricer: Pricer, pipeline: int) -> tuple[int, ...] | None:
+def fixed_cuts(pricer: Pricer, stages: int) -> tuple[int, ...] | None:
     """Block indices at which pinned modules start a stage; None without such pins."""
     pinned = pricer.setting.pins.boundaries
     if not pinned:
         return None
     starts = pricer.setting.block_paths
     cuts = [next(i for i, start in enumerate(starts) if within(start, path)) for path in pinned]
-    if len(set(cuts)) != pipeline - 1 or 0 in cuts:
+    if len(set(cuts)) != stages - 1 or 0 in cuts:
         raise InputError(
             f"{len(pinned)} boundaries are pinned ({', '.join(pinned)}), which make "
-            f"{len(set(cuts)) + 1} stages; expected {pipeline - 1} boundaries for a pipeline of "
-            f"{pipeline}, none of them at the first block"
+            f"{len(set(cuts)) + 1} stages; expected {stages - 1} boundaries for a pipeline of "
+            f"{stages}, none of them at the first block"
         )
     return tuple(sorted(cuts))
 
@@ -147,11 +163,61 @@ def solve_stages(
 ) -> Staged:
     """Cut the chain into the stages of a grid, one option per block; `certify` has an engine
     prove the answer."""
+    solution = _solution(pricer, problem, certify)
+    bound = solution.bound
+    for last in (False, False, True):
+        fuller = _fuller(grid, problem, solution)
+        if fuller is None:
+            break
+        # The first problem leaves moments of a rank out, so its bound holds for every plan.
+        problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
+        solution = _bounded(_solution(pricer, problem, certify), bound)
+    return Staged(grid=grid, options=options, problem=problem, solution=solution)
+
+
+def _solution(pricer: Pricer, problem: PartitionProblem, certify: bool) -> PartitionSolution:
     setting = pricer.setting
-    solution = solve_partition(
+    return solve_partition(
         problem,
         method="ilp" if certify else "dp",
         backend=setting.backend,
         time_limit_s=setting.time_limit_s,
     )
-    return Staged(grid=grid, options=options, problem=problem, solution=solution)
+
+
+def _bounded(solution: PartitionSolution, bound: float) -> PartitionSolution:
+    """A solution of a fuller problem, with the bound that holds for all."""
+    bound, status = min(bound, solution.objective), solution.status
+    if status is Status.OPTIMAL and relative_gap(solution.objective, bound) > _PROVEN:
+        status = Status.FEASIBLE
+    if status is Status.INFEASIBLE:
+        status = Status.TIME_LIMIT
+    gap = relative_gap(solution.objective, bound)
+    return replace(solution, bound=bound, gap=gap, status=status)
+
+
+def _fuller(
+    grid: Grid, problem: PartitionProblem, solution: PartitionSolution
+) -> PartitionProblem | None:
+    """The problem with more micro-batches in flight, where a rank holds more than was reckoned.
+
+    A rank's stages are at their peaks at different times; which time is the worst depends on what
+    each stage saves. None where what was reckoned is the worst.
+    """
+    if not problem.shares_ranks or not solution.status.has_solution:
+        return None
+    chosen = [
+        problem.classes[kind][o] for kind, o in zip(problem.blocks, solution.options, strict=True)
+    ]
+    stages = problem.stages(solution.cuts)
+    saved = [sum(chosen[b].saved_bytes for b in stage) for stage in stages]
+    held = held_at_peak(grid.pipe.short().build(), saved).saved
+    lacking = False
+    for on_rank in problem.rank_stages():
+        more = sum((held[k] - problem.in_flight[k]) * saved[k] for k in on_rank)
+        used = sum(solution.stage_bytes[k] for k in on_rank)
+        lacking |= more > 0 and not fits(used + more, problem.capacity_bytes[on_rank[0]])
+    if not lacking:
+        return None
+    counts = tuple(map(max, problem.in_flight, held))
+    return replace(problem, in_flight=counts)

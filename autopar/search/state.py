@@ -25,7 +25,8 @@ from autopar.ir.graph import Ref, Source, SourceKind
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
 from autopar.plan.zero import shard_layout
-from autopar.search.pricer import Grid, Pricer
+from autopar.search.grid import Grid
+from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
 from autopar.search.setting import Setting
 

@@ -205,3 +205,7 @@ def seven_blocks():
 
 def ten_blocks():
     return stack_of(10)
+
+
+def eight_blocks():
+    return stack_of(8)

@@ -33,10 +33,11 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.timeline import StageTimes
 from autopar.search.assemble import stage_plans
 from autopar.search.block import node_options
+from autopar.search.grid import Grid
 from autopar.search.make import make_plan
 from autopar.search.pins import parse_pins
 from autopar.search.planner import Planner
-from autopar.search.pricer import Grid, Pricer
+from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from model_zoo.gpt import GPT, GPTConfig
 

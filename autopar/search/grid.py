@@ -1,0 +1,84 @@
+"""One point of the outer search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from autopar.ir.cluster import Axis
+from autopar.ir.mesh import TENSOR, MeshAxis, batch_size
+from autopar.search.pipelines import Pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule."""
+
+    pipeline: int
+    mesh: tuple[MeshAxis, ...]
+    micro_batch: int
+    micro_batches: int
+    schedule: str
+    chunks: int = 1
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The schedule at its sizes."""
+        return Pipeline(
+            schedule=self.schedule,
+            ranks=self.pipeline,
+            chunks=self.chunks,
+            micro_batches=self.micro_batches,
+        )
+
+    @property
+    def base(self) -> Grid:
+        """The grid without its schedule, on which no block's options depend."""
+        return replace(self, schedule="", chunks=1)
+
+    def degree(self, name: str) -> int:
+        """Size of a mesh axis; 1 where the mesh has no such axis."""
+        return next((axis.size for axis in self.mesh if axis.name == name), 1)
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel degree."""
+        return self.degree(TENSOR)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+        return tuple(axis.name for axis in self.mesh)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return tuple(axis.size for axis in self.mesh)
+
+    @property
+    def block_mesh(self) -> tuple[MeshAxis, ...]:
+        """The mesh without the sizes of the axes that split samples, which no op's options depend
+        on."""
+        return tuple(replace(a, size=2) if a.splits_samples else a for a in self.mesh)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Data-parallel degree: the ranks that the samples are split over."""
+        return batch_size(self.names, self.sizes)
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return prod(self.sizes)
+
+    def axes(self) -> tuple[Axis, ...]:
+        """Mesh axes of a stage on the devices: tensor innermost, pipeline outermost."""
+        strides = [prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        return tuple(
+            Axis(name=axis.name, size=axis.size, stride=stride)
+            for axis, stride in zip(self.mesh, strides, strict=True)
+        )
+
+    def pipeline_axis(self) -> Axis:
+        """The axis along the stages."""
+        return Axis(name="pipeline", size=self.pipeline, stride=self.stage_devices)
