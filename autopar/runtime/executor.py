@@ -84,6 +84,10 @@ class Executor:
         self.weights = weights
         self.last = len(world.meshes) - 1
         self.actions = _own_actions(schedule, world, tuple(sorted(self.stages)))
+        self.split = frozenset(
+            (a.stage, a.micro_batch) for a in self.actions if a.kind is _K.BACKWARD_WEIGHT
+        )
+        """Stages and micro-batches whose backward comes in two parts."""
 
     def run(self, data: StepData) -> StepResult:
         """Run the whole list once: gradients accumulate in the weights' `.grad`.
@@ -137,10 +141,7 @@ class _Run:
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.ready: dict[_Where, Sequence[Tensor]] = {}
         """Values made on this rank: for a send, or for a stage that is here too."""
-        splits = any(action.kind is _K.BACKWARD_WEIGHT for action in executor.actions)
-        self.deferred: dict[tuple[int, int], list[DeferredGradient]] | None = (
-            {} if splits and data.training else None
-        )
+        self.deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
 
     def run(self) -> StepResult:
         self._prepare()
@@ -194,7 +195,7 @@ class _Run:
 
     def _context(self, stage: int, micro_batch: int) -> StepContext:
         deferred = None
-        if self.deferred is not None:
+        if self.data.training and (stage, micro_batch) in self.executor.split:
             deferred = self.deferred.setdefault((stage, micro_batch), [])
         span = self.data.spans[micro_batch]
         return StepContext(
@@ -298,8 +299,7 @@ class _Run:
         return [out for out, _ in pairs], [grad for _, grad in pairs]
 
     def backward_weight(self, action: Action) -> None:
-        if self.deferred is not None:
-            compute_deferred(self.deferred.pop((action.stage, action.micro_batch), []))
+        compute_deferred(self.deferred.pop((action.stage, action.micro_batch), []))
 
     def send_forward(self, action: Action) -> None:
         self._send(action, FORWARD)

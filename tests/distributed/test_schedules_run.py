@@ -16,7 +16,17 @@ CASES = [
     ("interleaved-1f1b", 2, "gpt_tiny", {**TWO, "data": 2}, 4, "none"),
     ("interleaved-1f1b", 2, "eight_blocks", FOUR, 5, "all"),
     ("interleaved-1f1b", 4, "eight_blocks", {**TWO, "tensor": 2}, 3, "none"),
+    ("looped-bfs", 2, "eight_blocks", FOUR, 3, "none"),
+    ("zb-h1", 1, "gpt_tiny", {**TWO, "tensor": 2}, 4, "none"),
+    ("zb-h1", 1, "hf_gpt2", FOUR, 8, "all"),
+    ("interleaved-zb", 2, "llama_tiny", {**TWO, "data": 2}, 3, "none"),
+    ("zbv", 2, "gpt_tiny_dropout", {**TWO, "data": 2}, 4, "all"),
+    ("zbv", 2, "eight_blocks", FOUR, 8, "none"),
+    ("dualpipev", 2, "hf_llama", {**TWO, "tensor": 2}, 4, "none"),
+    ("dualpipev", 2, "eight_blocks", FOUR, 7, "none"),
 ]
+"""Not every combination: every schedule, most on four ranks and beside another axis, with whole and
+uneven micro-batches, ties on one rank and on two, recompute with whole and with split backwards."""
 
 
 def ident(case):
