@@ -17,7 +17,7 @@ from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.infeasible import explain_infeasible, explain_unsplittable
 from autopar.search.options import ClassOption, class_options
-from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
+from autopar.search.pipelines import FREE, Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.sharding import Sharding, solve_sharding
@@ -35,7 +35,8 @@ from solvers.solution import Status
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
 
-_Place = tuple[int, int, tuple[int, ...], int]
+_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], bool, Grid]
+"""Bound, place among equals, whether the bound has the schedule's bubble in it, grid."""
 
 _TIE = 1e-9
 _MOST_FIXINGS = 8
@@ -56,6 +57,32 @@ class Found:
     bound_s: float
     status: Status
     timed_out: bool = False
+
+
+@dataclass
+class _Seen:
+    """What a search has solved so far; `left_s` bounds the `unsolved` grids for which there was no
+    time."""
+
+    total: int
+    looked_at: int = 0
+    solved: list[Staged] = field(default_factory=list)
+    unfit: list[Staged] = field(default_factory=list)
+    best: Staged | None = None
+    unsolved: int = 0
+    left_s: float = inf
+
+    @property
+    def limit_s(self) -> float:
+        """What a plan must take less than, to be better than the best."""
+        return inf if self.best is None else self.best.solution.objective * (1 - _TIE)
+
+    def add(self, staged: Staged) -> None:
+        """Keep what was found of a grid."""
+        fits = staged.solution.status.has_solution
+        (self.solved if fits else self.unfit).append(staged)
+        if fits and staged.solution.objective < self.limit_s:
+            self.best = staged
 
 
 def _ran_out(staged: Staged) -> bool:
@@ -87,61 +114,58 @@ class Planner:
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
         self._check_tensor_pin()
-        queue, total = self._by_bound(candidates), len(candidates)
-        solved: list[Staged] = []
-        unfit: list[Staged] = []
-        best: Staged | None = None
+        seen = _Seen(total=len(candidates))
+        for queue in self._queues(candidates):
+            left_s = self._drain(queue, seen, deadline)
+            if left_s is not None:
+                seen.left_s = min(seen.left_s, left_s)
+        if seen.best is None:
+            raise InfeasiblePlan(explain_infeasible(self.pricer, seen.unfit))
+        return self._found(seen)
+
+    def _drain(self, queue: list[_Entry], seen: _Seen, deadline: float) -> float | None:
+        """Look at grids in the order of their bounds until none left can be better.
+
+        Returns a bound on those left where time is up before that.
+        """
         while queue:
             bound, place, refined, grid = heapq.heappop(queue)
-            limit_s = inf if best is None else best.solution.objective * (1 - _TIE)
-            left = len(queue) + 1
-            if best is not None and bound >= limit_s:
-                return self._found(best, solved, unfit, total, left, None)
-            if time.monotonic() > deadline and best is not None:
-                return self._found(best, solved, unfit, total, left, bound)
-            self.progress("searching grids", 1 - left / total)
+            if seen.best is not None and bound >= seen.limit_s:
+                return None
+            if time.monotonic() > deadline and seen.best is not None:
+                seen.unsolved += len(queue) + 1
+                return bound
+            self.progress("searching grids", seen.looked_at / seen.total)
             if not refined and bound < inf:
                 # With the schedule's real bubble the grid may stand further back.
                 bound = self._bound(grid, self._weights(grid))
                 heapq.heappush(queue, (bound, place, True, grid))
                 continue
-            for staged in self._solve(grid, limit_s):
-                (solved if staged.solution.status.has_solution else unfit).append(staged)
-                if staged.solution.status.has_solution and (
-                    best is None or staged.solution.objective < best.solution.objective * (1 - _TIE)
-                ):
-                    best = staged
-        if best is None:
-            raise InfeasiblePlan(explain_infeasible(self.pricer, unfit))
-        return self._found(best, solved, unfit, total, 0, None)
+            seen.looked_at += 1
+            for staged in self._solve(grid, seen.limit_s):
+                seen.add(staged)
+        return None
 
-    def _found(
-        self,
-        best: Staged,
-        solved: list[Staged],
-        unfit: list[Staged],
-        total: int,
-        unsolved: int,
-        bound_s: float | None,
-    ) -> Found:
-        """`bound_s` bounds the `unsolved` grids where time ran out; None where none matters."""
+    def _found(self, seen: _Seen) -> Found:
+        """The best of what was seen, proven by an engine, and what bounds everything else."""
         self.progress("proving the stages", None)
+        best = seen.best
+        assert best is not None
         proof = solve_stages(self.pricer, best.grid, best.options, best.problem, certify=True)
         chosen = proof if proof.solution.status.has_solution else best
-        others = [staged for staged in (*solved, *unfit) if staged is not best]
-        left_s = min([bound_s or inf, *map(self._left_s, others)])
+        others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not best]
+        left_s = min([seen.left_s, *map(self._left_s, others)])
         optimal = chosen.solution.status is Status.OPTIMAL
         optimal = optimal and left_s >= chosen.solution.objective * (1 - _TIE)
-        bound = min(left_s, chosen.solution.bound)
         return Found(
             best=chosen,
-            solved=tuple(solved),
-            unfit=tuple(unfit),
-            total=total,
-            unsolved=0 if bound_s is None else unsolved,
-            bound_s=bound,
+            solved=tuple(seen.solved),
+            unfit=tuple(seen.unfit),
+            total=seen.total,
+            unsolved=seen.unsolved,
+            bound_s=min(left_s, chosen.solution.bound),
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-            timed_out=bound_s is not None or any(map(_ran_out, (chosen, *others))),
+            timed_out=seen.unsolved > 0 or any(map(_ran_out, (chosen, *others))),
         )
 
     def _left_s(self, staged: Staged) -> float:
@@ -157,16 +181,27 @@ class Planner:
             if message:
                 raise InfeasiblePlan(message)
 
-    def _by_bound(self, candidates: tuple[Grid, ...]) -> list[tuple[float, _Place, bool, Grid]]:
-        """A heap of the grids by their bounds; of equals, simpler ones come first."""
-        bounded = []
+    def _queues(self, candidates: tuple[Grid, ...]) -> tuple[list[_Entry], list[_Entry]]:
+        """Heaps of the grids by their bounds: of the first schedule, then of the others.
+
+        The first finds a plan that rules most of the others out by their bounds. Grids whose state
+        cannot fit are in the first alone, to say by how much if nothing fits. Of equals, simpler
+        ones come first.
+        """
+        queues: tuple[list[_Entry], list[_Entry]] = ([], [])
+        pins = self.setting.pins
+        alike = pins.schedule is not None or pins.chunks is not None
         for position, grid in enumerate(candidates):
             self.progress("bounding grids", position / len(candidates))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            bound = self._lower_bound(grid)
-            bounded.append((bound, place, has_closed_form(grid.pipe), grid))
-        heapq.heapify(bounded)
-        return bounded
+            bound, later = self._lower_bound(grid), (grid.schedule, grid.chunks) != FREE[0]
+            if alike or not later:
+                queues[0].append((bound, place, has_closed_form(grid.pipe), grid))
+            elif bound < inf:
+                queues[1].append((bound, place, has_closed_form(grid.pipe), grid))
+        for queue in queues:
+            heapq.heapify(queue)
+        return queues
 
     def _lower_bound(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
