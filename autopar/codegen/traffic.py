@@ -20,6 +20,7 @@ from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
+from autopar.plan.pipeline import schedule_flushes
 from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan
 from autopar.plan.zero import stored_layout, zero_shard
 
@@ -60,14 +61,16 @@ def stage_collectives(
     place = (*(0,) * split, *at[split:])
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
-    found.update(_setup(view, stage))
     # A rank without samples of a micro-batch that others have moves what weights need all the same.
     run = [own for own, most in zip(counts, micro_batch_counts(view.plan), strict=True) if most]
+    updates = 1 if schedule_flushes(view.plan) else len(run)
+    found.update(dict.fromkeys(_setup(view, stage), updates))
     for samples, times in Counter(run).items():
         for item in _micro_batch(view, stage, samples, place):
             if item.nbytes:
                 found[item] += times
-    found.update(_sync(view, stage, at))
+    for item in _sync(view, stage, at):
+        found[item] += updates
     if _home(view, stage)[0] is stage:
         found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
         if PRECISIONS[view.plan.training.precision].loss_scale:

@@ -31,6 +31,11 @@ def splits_backward(plan: Plan) -> bool:
     return SCHEDULES[plan.schedule].splits_backward
 
 
+def schedule_flushes(plan: Plan) -> bool:
+    """Whether all micro-batches of a step see the same weights."""
+    return SCHEDULES[plan.schedule].flushes
+
+
 def rank_groups(stages: Sequence[StagePlan]) -> list[list[StagePlan]]:
     """The stages that share their ranks, in order of the first of each."""
     groups: dict[tuple[int, ...], list[StagePlan]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.errors import InputError
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import Layout, Partial
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
@@ -20,8 +21,10 @@ from autopar.runtime.loss_scale import LossScale, scale_gradient
 from autopar.runtime.outputs import collect_outputs
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.program import Forward, OutputSpec, StageProgram, Tensors
+from autopar.runtime.stale import StaleExecutor, Update, WeightVersions
 from autopar.runtime.sync import GradientSync
 from autopar.schedules.action import ActionKind, Schedule
+from autopar.schedules.in_flight import weight_versions
 
 
 class Engine:
@@ -56,15 +59,29 @@ class Engine:
         if loss_layout is not None:
             axes = zip(names, loss_layout, strict=True)
             self._partial_axes = tuple(name for name, p in axes if isinstance(p, Partial))
-        self._micro_batches = schedule.num_micro_batches
+        self._micro_batches, self._schedule = schedule.num_micro_batches, schedule.name
         weights = {stage: store.weights(stage) for stage in world.stages}
         training = [self._training(stage, loss_scale) for stage in train]
-        self._train = Executor(world, training, weights, schedule)
-        kinds = {action.kind for action in self._train.actions}
+        self.sync = GradientSync(store, bucket_cap_bytes, loss_scale)
+        self._train: Executor | None = None
+        self._stale: StaleExecutor | None = None
+        if schedule.flushes:
+            self._train = Executor(world, training, weights, schedule)
+        else:
+            versions = weight_versions(schedule)
+            self._stale = StaleExecutor(
+                world,
+                training,
+                {
+                    stage: WeightVersions(stage, store, self.sync, stashes=versions[stage] > 1)
+                    for stage in world.stages
+                },
+                schedule,
+            )
+        kinds = {action.kind for row in schedule.ranks for action in row}
         self._splits_backward = ActionKind.BACKWARD_WEIGHT in kinds
         programs = train if evaluate is None else evaluate
         self._evaluate = Executor(world, programs, weights, forward_only(schedule))
-        self.sync = GradientSync(store, bucket_cap_bytes, loss_scale)
 
     def train_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
         """Forward and backward of a whole batch; the loss (float64), on every rank.
@@ -72,8 +89,14 @@ class Engine:
         Every rank gives the same batch. Gradients of the loss are added to `.grad`, complete on
         every rank, unless `accumulate` leaves that to a later call. Each call counts as one step
         for dropout. Raises InputError for a batch unlike the captured one, on every rank and before
-        anything is sent, and RuntimeFailure where the program fails.
+        anything is sent, and RuntimeFailure where the program fails; InputError for a schedule that
+        updates weights as it goes.
         """
+        if self._train is None:
+            raise InputError(
+                f"schedule {self._schedule!r} steps the optimizer after every micro-batch, so "
+                "there are no gradients of a whole batch: give an optimizer, and call train_step"
+            )
         data = self._data(batch, training=True)
         self.store.update.catch_up()
         filled = sum(1 for span in data.spans if span.of)
@@ -87,6 +110,33 @@ class Engine:
         self.sync.finish(accumulate=accumulate)
         self.step += 1
         return share_loss(result, self.world, self._partial_axes)
+
+    def stale_step(self, batch: Any, update: Update) -> Tensor:
+        """A step of a schedule that never drains; the loss (float64), on every rank.
+
+        `update` steps the optimizer of this rank after every micro-batch's backward. The loss is
+        the mean of the micro-batches' losses, each with the weights of its forward.
+        """
+        assert self._stale is not None
+        data = self._data(batch, training=True)
+        self.store.update.catch_up()
+        try:
+            result = self._stale.run(data, update)
+        except Exception:
+            self.sync.discard()
+            raise
+        self.step += 1
+        return share_loss(result, self.world, self._partial_axes)
+
+    def drain(self, update: Update) -> None:
+        """Run the backwards that a schedule without a flush has left to the next step."""
+        if self._stale is not None:
+            self._stale.drain(update)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether a step leaves nothing to the next."""
+        return self._stale is None
 
     def eval_step(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward only, without dropout: the loss and the whole outputs by name, on every rank."""

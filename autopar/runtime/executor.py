@@ -8,7 +8,7 @@ timeout of the process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,7 +95,7 @@ class Executor:
         Without `data.training` only the forwards run and nothing is saved. Raises RuntimeFailure
         naming rank, stage, micro-batch and action where an action fails.
         """
-        return _Run(self, data).run()
+        return Run(self, data).run()
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -130,7 +130,7 @@ def _own_actions(schedule: Schedule, world: World, stages: tuple[int, ...]) -> t
     return insert_communication(schedule).ranks[row]
 
 
-class _Run:
+class Run:
     """One step in progress."""
 
     def __init__(self, executor: Executor, data: StepData) -> None:
@@ -144,20 +144,50 @@ class _Run:
         self.deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
 
     def run(self) -> StepResult:
+        """All of it, from the setup values to the last message."""
         self._prepare()
         for action in self.executor.actions:
-            if self.data.spans[action.micro_batch].of == 0:
-                continue  # more micro-batches than samples: this one has none on any rank
-            if not self.data.training and action.kind not in _FORWARD_KINDS:
-                continue
-            self.world.recorder.phase = _PHASES[action.kind]
-            try:
-                _HANDLERS[action.kind](self, action)
-            except Exception as error:
-                raise self._failure(action, error) from error
+            self.perform(action)
         self.channels.finish()
         self.world.recorder.phase = "sync"
         return self.result
+
+    def perform(self, action: Action) -> None:
+        """One action; nothing for a micro-batch without samples, which has none on any rank."""
+        if self.span(action.micro_batch).of == 0:
+            return
+        if not self.data.training and action.kind not in _FORWARD_KINDS:
+            return
+        self.world.recorder.phase = _PHASES[action.kind]
+        try:
+            _HANDLERS[action.kind](self, action)
+        except Exception as error:
+            raise self._failure(action, error) from error
+
+    def step_data(self, micro_batch: int) -> tuple[StepData, int]:
+        """The step that a micro-batch belongs to, and its number there."""
+        return self.data, micro_batch
+
+    def span(self, micro_batch: int) -> Span:
+        """The samples of a micro-batch."""
+        data, number = self.step_data(micro_batch)
+        return data.spans[number]
+
+    def samples(self, micro_batch: int) -> int:
+        """Samples over which the loss of a micro-batch is a mean: those of the step."""
+        return self.data.samples
+
+    def weights(self, stage: int, micro_batch: int) -> Named:
+        """What a forward computes with."""
+        return self.executor.weights[stage]
+
+    def setup_of(self, stage: int, micro_batch: int) -> Named:
+        """The setup values of a forward: summed over the step."""
+        return self.setup[stage]
+
+    def add_loss(self, loss: Tensor, micro_batch: int) -> None:
+        """Count a loss contribution towards the step's."""
+        self.result.loss = loss if self.result.loss is None else self.result.loss + loss
 
     def _failure(self, action: Action, error: Exception) -> RuntimeFailure:
         what = {_K.FORWARD: "forward", _K.BACKWARD: "backward"}.get(action.kind, action.kind.name)
@@ -167,64 +197,71 @@ class _Run:
         )
 
     def _prepare(self) -> None:
-        """Sum the setup values over the micro-batches, then over the axes that split samples."""
         self.world.recorder.phase = "setup"
-        for index, stage in self.executor.stages.items():
-            sums: dict[str, Tensor] = {}
-            if stage.setup is not None:
-                for micro_batch, span in enumerate(self.data.spans):
-                    if span.of:
-                        with torch.no_grad():
-                            ctx, inputs = (
-                                self._context(index, micro_batch),
-                                self._inputs(stage, micro_batch),
-                            )
-                            parts = stage.setup(self.executor.weights[index], ctx, inputs)
-                        for name, part in parts.items():
-                            sums[name] = sums[name] + part if name in sums else part
-            mesh = self.world.meshes[index]
-            split = tuple(name for name in BATCH_AXES if name in mesh.axes)
-            if split:
-                axis = mesh.along(split)
-                sums = {name: primitives.all_reduce(x, axis) for name, x in sums.items()}
-            self.setup[index] = sums
+        every = range(len(self.data.spans))
+        for index in self.executor.stages:
+            self.setup[index] = self.sum_setup(index, every, self.executor.weights[index])
+
+    def sum_setup(self, stage: int, micro_batches: Iterable[int], weights: Named) -> Named:
+        """The setup values summed over micro-batches, then over the axes that split samples."""
+        program, sums = self.executor.stages[stage], dict[str, Tensor]()
+        if program.setup is None:
+            return sums
+        for micro_batch in micro_batches:
+            if self.span(micro_batch).of:
+                with torch.no_grad():
+                    ctx, inputs = (
+                        self._context(stage, micro_batch),
+                        self._inputs(program, micro_batch),
+                    )
+                    parts = program.setup(weights, ctx, inputs)
+                for name, part in parts.items():
+                    sums[name] = sums[name] + part if name in sums else part
+        mesh = self.world.meshes[stage]
+        split = tuple(name for name in BATCH_AXES if name in mesh.axes)
+        if split:
+            axis = mesh.along(split)
+            sums = {name: primitives.all_reduce(x, axis) for name, x in sums.items()}
+        return sums
 
     def _inputs(self, stage: StageProgram, micro_batch: int) -> Named:
-        given = self.data.inputs[micro_batch]
+        data, number = self.step_data(micro_batch)
+        given = data.inputs[number]
         return {key: given[key] for key in stage.inputs}
 
     def _context(self, stage: int, micro_batch: int) -> StepContext:
         deferred = None
         if self.data.training and (stage, micro_batch) in self.executor.split:
             deferred = self.deferred.setdefault((stage, micro_batch), [])
-        span = self.data.spans[micro_batch]
+        data, number = self.step_data(micro_batch)
+        span = data.spans[number]
         return StepContext(
             axes=self.world.meshes[stage].axes,
             joined=self.world.meshes[stage].joined,
             batch=span.count,
-            global_batch=self.data.samples,
+            global_batch=self.samples(micro_batch),
             whole_batch=span.of,
             sample_offset=span.start,
-            micro_batch=micro_batch,
-            seed=self.data.seed,
-            step=self.data.step,
-            training=self.data.training,
+            micro_batch=number,
+            seed=data.seed,
+            step=data.step,
+            training=data.training,
             device=self.world.device,
             recorder=self.world.recorder,
             deferred=deferred,
         )
 
-    def forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> None:
         index, micro_batch = action.stage, action.micro_batch
         stage = self.executor.stages[index]
         received = self._enter(stage, micro_batch)
         with torch.set_grad_enabled(self.data.training):
             outputs = stage.forward(
-                self.executor.weights[index],
+                self.weights(index, micro_batch),
                 self._context(index, micro_batch),
                 received,
                 self._inputs(stage, micro_batch),
-                self.setup[index],
+                self.setup_of(index, micro_batch),
             )
         is_last = index == self.executor.last
         kept = 1 if is_last else len(stage.sends)
@@ -232,8 +269,7 @@ class _Run:
         if extra:
             self.result.outputs[index, micro_batch] = tuple(out.detach() for out in extra)
         if is_last:
-            loss = outputs[0].detach().double()
-            self.result.loss = loss if self.result.loss is None else self.result.loss + loss
+            self.add_loss(outputs[0].detach().double(), micro_batch)
         else:
             self._check_boundary(stage, micro_batch, outputs)
             self.ready[index, FORWARD, micro_batch] = [out.detach() for out in outputs]
@@ -260,7 +296,7 @@ class _Run:
 
     def _check_boundary(self, stage: StageProgram, micro_batch: int, outputs: Tensors) -> None:
         """A wrong shape must not be sent: the receiver could not tell which tensor is wrong."""
-        mesh, batch = self.world.meshes[stage.index], self.data.spans[micro_batch].count
+        mesh, batch = self.world.meshes[stage.index], self.span(micro_batch).count
         if len(outputs) != len(stage.sends):
             raise PlanMismatch(f"sends {len(outputs)} values; the program has {len(stage.sends)}")
         for value, spec in zip(outputs, stage.sends, strict=True):
@@ -271,7 +307,7 @@ class _Run:
                     f"{value.dtype}; the program has {shape} and {spec.torch_dtype}"
                 )
 
-    def backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> None:
         index, micro_batch = action.stage, action.micro_batch
         stage, saved = self.executor.stages[index], self.saved.pop((index, micro_batch))
         roots, grads = self._roots(stage, micro_batch, saved)
@@ -298,41 +334,41 @@ class _Run:
         pairs = [(o, g) for o, g in zip(needed, grads, strict=True) if o.requires_grad]
         return [out for out, _ in pairs], [grad for _, grad in pairs]
 
-    def backward_weight(self, action: Action) -> None:
+    def _backward_weight(self, action: Action) -> None:
         compute_deferred(self.deferred.pop((action.stage, action.micro_batch), []))
 
-    def send_forward(self, action: Action) -> None:
+    def _send_forward(self, action: Action) -> None:
         self._send(action, FORWARD)
 
-    def send_backward(self, action: Action) -> None:
+    def _send_backward(self, action: Action) -> None:
         self._send(action, BACKWARD)
 
     def _send(self, action: Action, direction: str) -> None:
         values = self.ready.pop((action.stage, direction, action.micro_batch))
         self.channels.send(action.stage, direction, values)
 
-    def recv_forward(self, action: Action) -> None:
+    def _recv_forward(self, action: Action) -> None:
         self._post(action, FORWARD, self.executor.stages[action.stage].receives)
 
-    def recv_backward(self, action: Action) -> None:
+    def _recv_backward(self, action: Action) -> None:
         sends = self.executor.stages[action.stage].sends
         self._post(action, BACKWARD, [spec for spec in sends if spec.requires_grad])
 
     def _post(self, action: Action, direction: str, specs: Sequence[BoundarySpec]) -> None:
-        mesh, batch = self.world.meshes[action.stage], self.data.spans[action.micro_batch].count
+        mesh, batch = self.world.meshes[action.stage], self.span(action.micro_batch).count
         shapes = [(spec.local_shape(batch, mesh), spec.torch_dtype) for spec in specs]
         self.channels.post(action.stage, direction, action.micro_batch, shapes)
 
 
-_HANDLERS: dict[ActionKind, Callable[[_Run, Action], None]] = {
-    _K.FORWARD: _Run.forward,
-    _K.BACKWARD: _Run.backward,
-    _K.BACKWARD_INPUT: _Run.backward,
-    _K.BACKWARD_WEIGHT: _Run.backward_weight,
-    _K.SEND_FORWARD: _Run.send_forward,
-    _K.RECV_FORWARD: _Run.recv_forward,
-    _K.SEND_BACKWARD: _Run.send_backward,
-    _K.RECV_BACKWARD: _Run.recv_backward,
+_HANDLERS: dict[ActionKind, Callable[[Run, Action], None]] = {
+    _K.FORWARD: Run._forward,
+    _K.BACKWARD: Run._backward,
+    _K.BACKWARD_INPUT: Run._backward,
+    _K.BACKWARD_WEIGHT: Run._backward_weight,
+    _K.SEND_FORWARD: Run._send_forward,
+    _K.RECV_FORWARD: Run._recv_forward,
+    _K.SEND_BACKWARD: Run._send_backward,
+    _K.RECV_BACKWARD: Run._recv_backward,
 }
 
 _FORWARD_KINDS = frozenset({_K.FORWARD, _K.SEND_FORWARD, _K.RECV_FORWARD})

@@ -89,19 +89,38 @@ class ParallelModel:
     def train_step(self, batch: Any, *, clip_norm: float | None = None) -> Tensor:
         """Forward, backward, optional clipping, optimizer step; the loss before the step.
 
-        Gradients are cleared afterwards. Raises InputError without an optimizer.
+        Gradients are cleared afterwards. With a schedule that never drains every stage steps after
+        each micro-batch instead. Raises InputError without an optimizer, and where such a schedule
+        is to clip: no moment has all gradients.
         """
         if self.optimizer is None:
             raise InputError(
                 "train_step needs an optimizer: parallelize(model, cluster, optimizer=...); or "
                 "call backward_step and step one of your own"
             )
+        if not self.engine.flushes:
+            if clip_norm is not None:
+                raise InputError(
+                    f"clip_norm with schedule {self.plan.schedule!r}: stages update their weights "
+                    "one after the other, so that there is no norm of all gradients; leave it out"
+                )
+            return self.engine.stale_step(batch, self._update)
         loss = self.backward_step(batch)
         if clip_norm is not None:
             self.clip_grad_norm_(clip_norm)
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        assert self.optimizer is not None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
+
+    def drain(self) -> None:
+        """Finish the micro-batches that a schedule without a flush has under way. All ranks call
+        it; the next step fills the pipeline anew. Nothing for other schedules."""
+        if self.optimizer is not None:
+            self.engine.drain(self._update)
 
     def backward_step(self, batch: Any, *, accumulate: bool = False) -> Tensor:
         """Forward and backward of the whole batch; gradients are added to `.grad`."""
@@ -148,7 +167,11 @@ class ParallelModel:
         load_training_state(state, self.store, self.engine, self.optimizer, self.loss_scaler)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The original model's state dict, on rank 0; empty elsewhere. All ranks call it."""
+        """The original model's state dict, on rank 0; empty elsewhere. All ranks call it.
+
+        Micro-batches that are under way are finished first, see `drain`.
+        """
+        self.drain()
         return self.store.full_state_dict()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.schedules.action import ActionKind, Schedule
+from autopar.schedules.endless import finite
 from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES, build_schedule
@@ -133,7 +134,7 @@ def held_at_peak(
     """
     left = saved if deferred is None else deferred
     at_peak = ([0] * schedule.num_stages, [0] * schedule.num_stages)
-    for row in schedule.ranks:
+    for row in finite(schedule).ranks:
         now: tuple[dict[int, int], dict[int, int]] = ({}, {})
         held = peak = -1.0
         for action in row:
