@@ -17,6 +17,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import batch_count
 from autopar.jobs import Job, optimizer_class, train_job, verify_job
+from autopar.plan.pipeline import schedule_flushes
 from autopar.plan.plan import Plan
 from autopar.plan.table import grid_text
 from autopar.runtime.launch import WorkerPool
@@ -95,6 +96,11 @@ def verify_source(
     Raises InputError for a cluster that is not local or a precision that cannot be run.
     """
     planned, job = _prepare(source, cluster, options, plan, progress, steps)
+    if not schedule_flushes(planned.plan):
+        raise InputError(
+            f"schedule {planned.plan.schedule} trains on stale weights: no single device has its "
+            "numbers to compare with; verify the model with another schedule"
+        )
     if "adam" in job.optimizer and "eps" not in job.optimizer_kwargs:
         damped = {**job.optimizer_kwargs, "eps": ADAM_EPS[job.dtype]}
         job = replace(job, optimizer_kwargs=damped)

@@ -78,6 +78,8 @@ def variants(setting: Setting, pipeline: int, micro_batches: int) -> Iterator[tu
         if chunks > 1 and pins.boundaries and len(pins.boundaries) != stages - 1:
             continue
         row = SCHEDULES[name]
+        if pipeline > 1 and not row.flushes and _forbids_staleness(setting):
+            continue
         if stages <= len(setting.chain.blocks) and not row.why_not(pipeline, chunks, micro_batches):
             yield name, chunks
 
@@ -241,6 +243,19 @@ def _no_grid(setting: Setting) -> str:
     return f"no grid of {devices} devices satisfies {fixed}: " + "; ".join(reasons)
 
 
+def _forbids_staleness(setting: Setting) -> str | None:
+    """Why stages cannot update their weights one by one; None if they can."""
+    if setting.pins.zero == 3:
+        return "with zero=3 the weights that a micro-batch saw would have to be gathered again"
+    for block_class in setting.chain.classes:
+        block = setting.chain.representative(block_class.index)
+        for position in setting.shared_positions[block_class.index]:
+            source = setting.sources[block.parameters[position].name]
+            if source.trainable:
+                return f"{source.fqn} is read by several blocks, which may lie on two stages"
+    return None
+
+
 def _unscheduled(setting: Setting) -> list[str]:
     """What pinned schedule and chunks ask for that cannot be."""
     pins, blocks = setting.pins, len(setting.chain.blocks)
@@ -256,6 +271,8 @@ def _unscheduled(setting: Setting) -> list[str]:
             "that the model can be cut into"
         ]
     reason = row.why_not(pipeline, chunks, pins.micro_batches or setting.global_batch)
+    if not row.flushes and (found := _forbids_staleness(setting)):
+        return [f"schedule {name} updates every stage by itself: {found}"]
     return [f"schedule {name} cannot run over {reason}"] if reason else []
 
 
