@@ -45,6 +45,7 @@ def solve_partition(
     backend: str = "highs",
     time_limit_s: float = 60.0,
     gap: float = 1e-6,
+    cutoff: float = math.inf,
 ) -> PartitionSolution:
     """The fastest partition that fits.
 
@@ -53,8 +54,8 @@ def solve_partition(
     FEASIBLE (time was up), TIME_LIMIT (nothing found; `bound` holds) or INFEASIBLE, with the
     bytes that stages lack at the least. Where stages share ranks both methods are the same, and
     exact only where memory does not tie the stages of a rank together: else FEASIBLE, or
-    TIME_LIMIT, with a bound that is proven. Raises ValueError for an unknown method and
-    `BackendUnavailable`.
+    TIME_LIMIT, with a bound that is proven; a bound of `cutoff` or more ends the search. Raises
+    ValueError for an unknown method and `BackendUnavailable`.
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
@@ -64,7 +65,7 @@ def solve_partition(
         return run.infeasible(conflict=(("blocks", lacking),))
     engine = get_backend(backend) if method == "ilp" or certify else None
     if problem.shares_ranks:
-        return _shared(run)
+        return _shared(run, cutoff)
     pricer = Pricer(run.scaled, run.deadline)
     try:
         exact = _dynamic_program(run, pricer)
@@ -206,12 +207,16 @@ def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
     return _Exact(table=table, search=search, arcs=arcs)
 
 
-def _shared(run: _Run) -> PartitionSolution:
+def _shared(run: _Run, cutoff: float) -> PartitionSolution:
     """Stages that share ranks: partitions that fit, and a bound on all; see `partition_shared`."""
-    problem = run.problem
+    problem, bounded = run.problem, False
     for part in parts(problem):
         if run.left_s() <= 0 or (run.incumbent and run.objective <= run.bound_within_gap):
             break
+        if not part.relaxes and not bounded:
+            run.relaxed_bound, bounded = max(run.relaxed_bound, shared_bound(problem)), True
+        if run.relaxed_bound >= cutoff:
+            return run.solution(bound=run.relaxed_bound, engine="dp")
         found = solve_partition(part.problem, method="dp", time_limit_s=max(run.left_s(), 0.01))
         if part.relaxes and found.status is Status.INFEASIBLE:
             return run.infeasible(found.conflict, found.cuts, found.stage_bytes)
@@ -219,8 +224,6 @@ def _shared(run: _Run) -> PartitionSolution:
             run.relaxed_bound = max(run.relaxed_bound, found.bound)
         if found.status.has_solution:
             run.offer(found.cuts, part.options(found.options))
-    if run.objective > run.bound_within_gap:
-        run.relaxed_bound = max(run.relaxed_bound, shared_bound(problem))
     if run.incumbent is None:
         return _lacking(run)
     return run.solution(bound=run.relaxed_bound, engine="dp")

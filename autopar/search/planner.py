@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -14,7 +14,7 @@ from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.grid import Grid
-from autopar.search.grids import grids
+from autopar.search.grids import NEAR, grids
 from autopar.search.infeasible import explain_infeasible, explain_unsplittable
 from autopar.search.options import ClassOption, class_options
 from autopar.search.pipelines import FREE, Weights, equal_step, has_closed_form, least_step
@@ -62,10 +62,11 @@ class Found:
 @dataclass
 class _Seen:
     """What a search has solved so far; `left_s` bounds the `unsolved` grids for which there was no
-    time."""
+    time, `bounds` every grid with the first schedule, by its base."""
 
-    total: int
+    total: int = 0
     looked_at: int = 0
+    bounds: dict[Grid, float] = field(default_factory=dict)
     solved: list[Staged] = field(default_factory=list)
     unfit: list[Staged] = field(default_factory=list)
     best: Staged | None = None
@@ -114,8 +115,10 @@ class Planner:
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
         self._check_tensor_pin()
-        seen = _Seen(total=len(candidates))
-        for queue in self._queues(candidates):
+        seen, first = _Seen(), self._first_schedule()
+        for choose in (self._by_first_schedule, self._by_other_schedules):
+            queue = choose(candidates, first, seen)
+            seen.total += len(queue)
             left_s = self._drain(queue, seen, deadline)
             if left_s is not None:
                 seen.left_s = min(seen.left_s, left_s)
@@ -181,27 +184,44 @@ class Planner:
             if message:
                 raise InfeasiblePlan(message)
 
-    def _queues(self, candidates: tuple[Grid, ...]) -> tuple[list[_Entry], list[_Entry]]:
-        """Heaps of the grids by their bounds: of the first schedule, then of the others.
-
-        The first finds a plan that rules most of the others out by their bounds. Grids whose state
-        cannot fit are in the first alone, to say by how much if nothing fits. Of equals, simpler
-        ones come first.
-        """
-        queues: tuple[list[_Entry], list[_Entry]] = ([], [])
+    def _first_schedule(self) -> tuple[str, int] | None:
+        """The schedule that is searched first; None where pins say which ones there are."""
         pins = self.setting.pins
-        alike = pins.schedule is not None or pins.chunks is not None
-        for position, grid in enumerate(candidates):
-            self.progress("bounding grids", position / len(candidates))
+        return FREE[0] if pins.schedule is None and pins.chunks is None else None
+
+    def _by_first_schedule(
+        self, candidates: tuple[Grid, ...], first: tuple[str, int] | None, seen: _Seen
+    ) -> list[_Entry]:
+        """A heap by their bounds of the grids with the first schedule."""
+        chosen = [g for g in candidates if first in (None, (g.schedule, g.chunks))]
+        queue = self._heap(chosen)
+        seen.bounds = {grid.base: bound for bound, _, _, grid in queue}
+        return queue
+
+    def _by_other_schedules(
+        self, candidates: tuple[Grid, ...], first: tuple[str, int] | None, seen: _Seen
+    ) -> list[_Entry]:
+        """The other schedules of the grids that came near with the first, or of all whose state
+        fits, if none gave a plan."""
+        if first is None:
+            return []
+        limit_s = inf if seen.best is None else NEAR * seen.best.solution.objective
+        chosen = [
+            grid
+            for grid in candidates
+            if (grid.schedule, grid.chunks) != first and seen.bounds[grid.base] < limit_s
+        ]
+        return self._heap(chosen)
+
+    def _heap(self, chosen: Sequence[Grid]) -> list[_Entry]:
+        """A heap of grids by their bounds; of equals, simpler ones come first."""
+        queue: list[_Entry] = []
+        for position, grid in enumerate(chosen):
+            self.progress("bounding grids", position / len(chosen))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            bound, later = self._lower_bound(grid), (grid.schedule, grid.chunks) != FREE[0]
-            if alike or not later:
-                queues[0].append((bound, place, has_closed_form(grid.pipe), grid))
-            elif bound < inf:
-                queues[1].append((bound, place, has_closed_form(grid.pipe), grid))
-        for queue in queues:
-            heapq.heapify(queue)
-        return queues
+            queue.append((self._lower_bound(grid), place, has_closed_form(grid.pipe), grid))
+        heapq.heapify(queue)
+        return queue
 
     def _lower_bound(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
@@ -304,7 +324,7 @@ class Planner:
             if all(options.values()):
                 problem = partition_problem(self.pricer, grid, options, self._weights(grid))
                 if limit_s == inf or lower_bound(problem) < limit_s:
-                    yield solve_stages(self.pricer, grid, options, problem)
+                    yield solve_stages(self.pricer, grid, options, problem, limit_s=limit_s)
 
     def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
         """The ZeRO choices for the parameters that several blocks read, which must agree."""

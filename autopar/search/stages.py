@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from autopar.costs.collectives import axis_collective_time_s
 from autopar.costs.memory import reserve_bytes
@@ -160,10 +161,11 @@ def solve_stages(
     problem: PartitionProblem,
     *,
     certify: bool = False,
+    limit_s: float = inf,
 ) -> Staged:
     """Cut the chain into the stages of a grid, one option per block; `certify` has an engine
-    prove the answer."""
-    solution = _solution(pricer, problem, certify)
+    prove the answer. A grid that provably takes `limit_s` or more may be left without one."""
+    solution = _solution(pricer, problem, certify, limit_s)
     bound = solution.bound
     for last in (False, False, True):
         fuller = _fuller(grid, problem, solution)
@@ -171,17 +173,20 @@ def solve_stages(
             break
         # The first problem leaves moments of a rank out, so its bound holds for every plan.
         problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
-        solution = _bounded(_solution(pricer, problem, certify), bound)
+        solution = _bounded(_solution(pricer, problem, certify, limit_s), bound)
     return Staged(grid=grid, options=options, problem=problem, solution=solution)
 
 
-def _solution(pricer: Pricer, problem: PartitionProblem, certify: bool) -> PartitionSolution:
+def _solution(
+    pricer: Pricer, problem: PartitionProblem, certify: bool, limit_s: float
+) -> PartitionSolution:
     setting = pricer.setting
     return solve_partition(
         problem,
         method="ilp" if certify else "dp",
         backend=setting.backend,
         time_limit_s=setting.time_limit_s,
+        cutoff=limit_s,
     )
 
 
