@@ -272,15 +272,17 @@ def _unscheduled(setting: Setting) -> list[str]:
     row = SCHEDULES[name]
     chunks = pins.chunks or (2 if row.chunks == "two" else 1)
     pipeline = pins.pipeline or 1
+    reason = row.why_not(pipeline, chunks, pins.micro_batches or setting.global_batch)
+    if reason is not None:
+        return [f"schedule {name} cannot run over {reason}"]
+    if not row.flushes and (found := _forbids_staleness(setting)):
+        return [f"schedule {name} updates every stage by itself: {found}"]
     if pipeline * chunks > blocks:
         return [
             f"{pipeline} pipeline ranks of {chunks} stages each are more than the {blocks} blocks "
             "that the model can be cut into"
         ]
-    reason = row.why_not(pipeline, chunks, pins.micro_batches or setting.global_batch)
-    if not row.flushes and (found := _forbids_staleness(setting)):
-        return [f"schedule {name} updates every stage by itself: {found}"]
-    return [f"schedule {name} cannot run over {reason}"] if reason else []
+    return []
 
 
 def _indivisible(pins: Pins, devices: int) -> list[str]:

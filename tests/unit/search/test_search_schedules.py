@@ -1,0 +1,185 @@
+"""What schedules mean for plans: stages of a rank, memory together, objective, what is tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.compiler import PlanOptions, plan_model
+from autopar.errors import InputError
+from autopar.ir.graph import OpNode, Ref, TensorSpec
+from autopar.ir.size import Size
+from autopar.plan.check import check_plan
+from autopar.plan.pipeline import plan_schedule, rank_groups, ranks_peak_bytes
+from autopar.plan.split import split_products
+from autopar.plan.table import plan_table
+from autopar.schedules.in_flight import peak_in_flight, peak_weighted, weight_versions
+from autopar.schedules.lower import insert_communication
+from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.simulate import simulate
+from autopar.schedules.timeline import StageTimes
+from autopar.search.pipelines import (
+    FREE,
+    Pipeline,
+    Weights,
+    equal_step,
+    has_closed_form,
+    held_at_peak,
+    held_together,
+    in_flight,
+    least_step,
+)
+from solvers.partition import BlockOption, PartitionProblem, solve_partition
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def planned(**pins):
+    with torch.device("meta"):
+        batch = {key: torch.randn(4, 64) for key in "xy"}
+        options = PlanOptions(
+            global_batch=32, pins=tuple((key, str(value)) for key, value in pins.items())
+        )
+        return plan_model(Stack(), batch, "local:4", options).plan
+
+
+def pipelines():
+    return list(_pipelines())
+
+
+def _pipelines():
+    for name, row in SCHEDULES.items():
+        for chunks in {"one": (1,), "two": (2,), "many": (2, 3)}[row.chunks]:
+            for ranks, micro_batches in ((2, 4), (4, 8), (4, 11), (3, 40)):
+                yield Pipeline(
+                    schedule=name, ranks=ranks, chunks=chunks, micro_batches=micro_batches
+                )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_of_every_schedule_adds_up(name):
+    chunks = 1 if SCHEDULES[name].chunks == "one" else 2
+    plan = planned(pipeline=4, schedule=name, chunks=chunks, micro_batches=8)
+    check_plan(plan)
+    schedule, row = plan_schedule(plan), SCHEDULES[name]
+    assert len(plan.stages) == 4 * chunks
+    assert tuple(stage.ranks[0] for stage in plan.stages) == row.placement(4, chunks)
+    assert tuple(stage.in_flight for stage in plan.stages) == peak_in_flight(schedule)
+    peaks = [ranks_peak_bytes(group) for group in rank_groups(plan.stages)]
+    assert plan.prediction.peak_bytes == max(peaks)
+    for group in rank_groups(plan.stages):
+        terms = [dict(stage.memory_bytes) for stage in group]
+        for once in ("communication", "reserve", "transient"):
+            assert sum(bool(t[once]) for t in terms) <= 1
+        assert sum(bool(t["transient"]) for t in terms) == 1
+    versions = [dict(stage.memory_bytes).get("weight_versions", 0) for stage in plan.stages]
+    for stage, kept, count in zip(plan.stages, versions, weight_versions(schedule), strict=True):
+        assert kept == (count if count > 1 else 0) * dict(stage.memory_bytes)["weights"]
+    assert ("changes the optimisation" in " ".join(plan.notes)) is not row.flushes
+    shape = f"4 ranks x {chunks} chunks" if chunks > 1 else "4 stages"
+    assert f"pipeline parallelism over {shape} (" in plan_table(plan)
+
+
+@pytest.mark.parametrize("pipeline", pipelines(), ids=str)
+def test_what_is_held_is_read_off_the_schedule(pipeline):
+    if SCHEDULES[pipeline.schedule].why_not(
+        pipeline.ranks, pipeline.chunks, pipeline.micro_batches
+    ):
+        pytest.skip("the schedule does not take these sizes")
+    schedule = pipeline.build()
+    assert in_flight(pipeline) == peak_in_flight(schedule)
+    saved = [7 * (stage % 3) + 1 for stage in range(pipeline.num_stages)]
+    held = held_at_peak(schedule, saved).saved
+    by_rank = [0] * pipeline.ranks
+    for stage, rank in enumerate(pipeline.placement):
+        by_rank[rank] += held[stage] * saved[stage]
+    assert tuple(by_rank) == peak_weighted(schedule, saved)
+    assert all(a <= b for a, b in zip(held_together(pipeline), in_flight(pipeline), strict=True))
+
+
+@pytest.mark.parametrize("pipeline", pipelines(), ids=str)
+def test_the_objective_is_exact_for_equal_stages(pipeline):
+    if SCHEDULES[pipeline.schedule].why_not(
+        pipeline.ranks, pipeline.chunks, pipeline.micro_batches
+    ):
+        pytest.skip("the schedule does not take these sizes")
+    stages = pipeline.num_stages
+    times = StageTimes(
+        forward_s=(0.25,) * stages,
+        backward_s=(0.75,) * stages,
+        backward_input_s=(0.5,) * stages,
+        backward_weight_s=(0.25,) * stages,
+    )
+    simulated = simulate(insert_communication(pipeline.build()), times).step_s
+    step = least_step(pipeline) if has_closed_form(pipeline) else equal_step(pipeline, 0.25, 0.25)
+    assert step == pytest.approx(simulated)
+    assert least_step(pipeline) <= simulated * (1 + 1e-12)
+    weights = Weights.of(step, pipeline)
+    problem = PartitionProblem(
+        blocks=(0,) * stages,
+        classes=((BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=0.0),),),
+        num_stages=stages,
+        in_flight=held_together(pipeline),
+        capacity_bytes=(1.0,) * stages,
+        num_micro_batches=pipeline.micro_batches,
+        sum_weight=weights.sum,
+        max_weight=weights.longest,
+        stage_rank=pipeline.placement,
+    )
+    assert solve_partition(problem, method="dp").objective == pytest.approx(simulated)
+
+
+def test_less_bubble_is_found_where_micro_batches_are_few():
+    """Four micro-batches over four ranks idle three of seven times under 1F1B."""
+    free = planned(pipeline=4, micro_batches=4)
+    fixed = planned(pipeline=4, micro_batches=4, schedule="1f1b")
+    assert (free.schedule, free.chunks) in FREE[1:]
+    assert free.prediction.step_s < fixed.prediction.step_s
+    assert free.certificate.objective_s < fixed.certificate.objective_s
+    assert free.certificate.bound_s <= free.certificate.objective_s
+
+
+def test_pins_that_no_schedule_can_meet_are_named():
+    with pytest.raises(InputError, match="4 pipeline ranks of 16 stages each are more than the"):
+        planned(pipeline=4, chunks=16)
+    with pytest.raises(InputError, match=r"schedule zbv cannot run over 3 stages per rank"):
+        planned(pipeline=2, schedule="zbv", chunks=3)
+    with pytest.raises(InputError, match="pipedream updates every stage by itself: with zero=3"):
+        planned(pipeline=2, schedule="pipedream", zero=3, data=2)
+
+
+def node(name, target, *inputs, grad=True, shape=(4, 4)):
+    spec = TensorSpec(shape=tuple(map(Size, shape)), dtype="float32")
+    return OpNode(name=name, target=target, args=inputs, outputs=(spec,), requires_grad=grad)
+
+
+def test_products_with_weights_are_split_and_others_are_not():
+    w, b, x = Ref("w"), Ref("b"), Ref("x")
+    nodes = [
+        node("plain", "aten.linear.default", x, w, b),
+        node("turned", "aten.t.default", Ref("v")),
+        node("through", "aten.matmul.default", Ref("plain"), Ref("turned")),
+        node("scores", "aten.matmul.default", Ref("through"), Ref("plain")),
+        node("sum", "aten.addmm.default", Ref("scores"), x, Ref("z")),
+        node("used", "aten.linear.default", x, Ref("u")),
+        node("elsewhere", "aten.mul.Tensor", Ref("u"), x),
+    ]
+    specs = {Ref(n.name): n.outputs[0] for n in nodes}
+    specs |= dict.fromkeys((w, x, Ref("v"), Ref("u"), Ref("z")), nodes[0].outputs[0])
+    specs[b] = TensorSpec(shape=(Size(4),), dtype="float32")
+    found = split_products(nodes, (w, b, Ref("v"), Ref("u"), Ref("z")), specs)
+    # not: a product of two activations, a bias of two dims, a weight that is used otherwise too
+    assert {name: product.function for name, product in found.items()} == {
+        "plain": "linear",
+        "through": "matmul",
+    }
