@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-from autopar.compiler import PlanOptions, plan_model
+from autopar.capture import capture, find_blocks
+from autopar.costs.clusters import parse_cluster
+from autopar.costs.memory import Training
 from autopar.errors import InputError
 from autopar.ir.graph import OpNode, Ref, TensorSpec
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import Size
 from autopar.plan.check import check_plan
 from autopar.plan.pipeline import plan_schedule, rank_groups, ranks_peak_bytes
@@ -19,6 +24,8 @@ from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
+from autopar.search import make
+from autopar.search.pins import parse_pins
 from autopar.search.pipelines import (
     FREE,
     Pipeline,
@@ -30,6 +37,7 @@ from autopar.search.pipelines import (
     in_flight,
     least_step,
 )
+from autopar.search.setting import Setting
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
 
 
@@ -44,13 +52,27 @@ class Stack(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
-def planned(**pins):
+@functools.cache
+def captured():
     with torch.device("meta"):
-        batch = {key: torch.randn(4, 64) for key in "xy"}
-        options = PlanOptions(
-            global_batch=32, pins=tuple((key, str(value)) for key, value in pins.items())
-        )
-        return plan_model(Stack(), batch, "local:4", options).plan
+        return capture(Stack(), {key: torch.randn(4, 64) for key in "xy"}).graph
+
+
+def planned(**pins):
+    """A plan with these pins, whose price is not asked for."""
+    graph = captured()
+    setting = Setting(
+        name="stack",
+        graph=graph,
+        chain=find_blocks(graph, min_blocks=8),
+        cluster=parse_cluster("local:4"),
+        global_batch=32,
+        training=Training(precision=PRECISIONS["fp32"]),
+        pins=parse_pins([(key, str(value)) for key, value in pins.items()], SCHEDULES),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "_pin_prices", lambda *args: ())
+        return make.make_plan(setting)
 
 
 def pipelines():
