@@ -216,8 +216,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="fix a decision; may be repeated. KEY: pipeline, data, tensor, micro_batches, "
-        "micro_batch, schedule, recompute (none, all), zero (0), weight:NAME (a placement such as "
-        "S(0)), boundary (a module that starts a stage)",
+        "micro_batch, schedule, recompute (none, selective, all), zero (0), weight:NAME (a "
+        "placement such as S(0)), boundary (a module that starts a stage)",
     )
     add("--memory-limit", metavar="GIB", type=_positive, help="memory of each device to plan for")
     add(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.codegen.lifetimes import SECTION, with_releases
+from autopar.codegen.lifetimes import SECTION
 from autopar.codegen.local import LocalNode, Mesh, move_text, node_text
+from autopar.codegen.segments import SEGMENT_IMPORT, Segments, within
 from autopar.codegen.sizes import shape_text
 from autopar.codegen.values import ValueNames
 from autopar.ir.graph import OpNode, Ref, TensorSpec
 from autopar.ir.placement import Layout, R
 from autopar.plan.flow import BlockFlow, Move
+from autopar.plan.plan import Recompute
 
 HEADER = """import torch
 import torch.nn.functional as F
@@ -47,6 +49,8 @@ class BlockSource:
     mesh: Mesh
     differentiable: Collection[Ref]
     gathers: Mapping[Ref, Gather | None] = field(default_factory=dict)
+    forwards: tuple[tuple[str, frozenset[str]], ...] = (("none", frozenset()),)
+    """Names of recompute, each with the ops and moves that then run again in the backward."""
 
 
 def describe(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
@@ -63,10 +67,11 @@ def describe(spec: TensorSpec, layout: Layout, mesh: Mesh) -> str:
 class BodyPrinter:
     """Prints nodes and moves as statements, naming values as it goes."""
 
-    def __init__(self, source: BlockSource) -> None:
-        self.source = source
+    def __init__(self, source: BlockSource, again: frozenset[str] = frozenset()) -> None:
+        self.source, self._again = source, again
         self.names = ValueNames(source.mesh.axes, source.differentiable)
         self.lines: list[str] = []
+        self.segments = Segments()
         self._path: str | None = None
 
     def bind_arguments(self) -> list[str]:
@@ -109,6 +114,7 @@ class BodyPrinter:
         if source.mesh.sizes[move.axis] == 1:
             self.names.bind(move.value, move.after, have)
             return
+        self._enter(move.name)
         before, after = move.before[move.axis], move.after[move.axis]
         hint = source.weights.get(move.value, str(move.value)).replace(".", "_")
         name = self.names.fresh(f"{hint}_{axis}")
@@ -121,6 +127,7 @@ class BodyPrinter:
         node = local.node
         for move in self.source.flow.before[node.name]:
             self.move(move)
+        self._enter(node.name)
         if node.module_path != self._path:
             self._path = node.module_path
             self.lines.append(f"{SECTION}{node.module_path or 'model'}")
@@ -133,6 +140,11 @@ class BodyPrinter:
         note = describe(node.outputs[0], local.choice.outputs[0], local.mesh)
         self.lines.append(f"{', '.join(targets)} = {text}  # {note}")
 
+    def _enter(self, step: str) -> None:
+        """Begin or end a segment where `step` is, or is not, one of those that run again."""
+        if self.segments.enter(len(self.lines), again=step in self._again):
+            self._path = None  # each part says whose ops it has
+
     def _targets(self, node: OpNode, local: LocalNode) -> list[str]:
         targets = []
         for index, layout in enumerate(local.choice.outputs):
@@ -144,6 +156,7 @@ class BodyPrinter:
 
     def results(self) -> str:
         """The returned tuple."""
+        self.segments.enter(len(self.lines), again=False)
         for move in self.source.flow.at_end:
             self.move(move)
         names = [self.names[ref, layout] for ref, layout in self.source.results]
@@ -157,14 +170,13 @@ def axis_lines(lines: Sequence[str], mesh: Mesh) -> list[str]:
     return found + [f'{axis} = ctx.axes["{axis}"]' for axis in mesh.axes if axis in text]
 
 
+def forward_name(recompute: str) -> str:
+    """The function of a block's source that runs it with this recompute."""
+    return "forward" if recompute == Recompute.NONE else f"forward_{recompute}"
+
+
 def block_source(source: BlockSource) -> str:
-    """The source file of one block variant."""
-    printer = BodyPrinter(source)
-    arguments = printer.bind_arguments()
-    for local in source.nodes:
-        printer.node(local)
-    returned = printer.results()
-    lines = with_releases(printer.lines, returned.strip("(,)").split(", "))
+    """The source file of one block variant: a function for each way to recompute that is used."""
     given = source.flow.produced
     stored = {ref: gather.stored for ref, gather in source.gathers.items() if gather}
     table = [
@@ -172,17 +184,30 @@ def block_source(source: BlockSource) -> str:
         for ref, key in source.weights.items()
     ]
     keys = "".join(f'    "{key}",\n' for key in source.weights.values())
+    again = any(steps for _, steps in source.forwards)
     parts = [
         f'"""{source.title}\n\nParameters on this rank:\n' + "\n".join(table) + '\n"""\n'
         if table
         else f'"""{source.title}"""\n',
-        HEADER,
+        HEADER + SEGMENT_IMPORT if again else HEADER,
         f"WEIGHTS = (\n{keys})\n" if keys else "WEIGHTS = ()\n",
         "",
-        f"def forward({', '.join(['w', 'ctx', 'random', *arguments])}):",
-        *(f"    {line}" for line in axis_lines(lines, source.mesh)),
-        *(f"    {line}" for line in lines),
-        f"    return {returned}",
-        "",
     ]
-    return "\n".join(parts)
+    functions = ["\n".join(_forward(source, *forward)) for forward in source.forwards]
+    return "\n".join([*parts, "\n\n\n".join(functions), ""])
+
+
+def _forward(source: BlockSource, recompute: str, steps: frozenset[str]) -> list[str]:
+    """One forward function, of which `steps` run again in the backward."""
+    printer = BodyPrinter(source, steps)
+    arguments = printer.bind_arguments()
+    for local in source.nodes:
+        printer.node(local)
+    returned = printer.results()
+    results = returned.strip("(,)").split(", ")
+    lines = printer.segments.body(printer.lines, arguments, results, printer.names.fresh)
+    return [
+        f"def {forward_name(recompute)}({', '.join(['w', 'ctx', 'random', *arguments])}):",
+        *(f"    {line}" for line in axis_lines(lines, source.mesh)),
+        *(f"    {line}" for line in within(lines, f"return {returned}")),
+    ]

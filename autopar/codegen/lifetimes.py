@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 SECTION = "# -- "
 """Begins the comment line above the ops of one module."""
 
-_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 
 def with_releases(lines: Sequence[str], results: Collection[str]) -> list[str]:
@@ -23,7 +23,7 @@ def with_releases(lines: Sequence[str], results: Collection[str]) -> list[str]:
     """
     last_read: dict[str, int] = {}
     for number, line in enumerate(lines):
-        last_read.update(dict.fromkeys(_NAME.findall(_code(line)), number))
+        last_read.update(dict.fromkeys(NAME.findall(code(line)), number))
     alive: list[str] = []
     printed: list[str] = []
     for number, line in enumerate(lines):
@@ -32,16 +32,17 @@ def with_releases(lines: Sequence[str], results: Collection[str]) -> list[str]:
             if dead:
                 printed.append(f"del {', '.join(dead)}")
             alive = [name for name in alive if last_read[name] >= number]
-        alive += [name for name in _targets(line) if name not in results]
+        alive += [name for name in targets(line) if name not in results]
         printed.append(line)
     return printed
 
 
-def _code(line: str) -> str:
+def code(line: str) -> str:
+    """A statement without its comment."""
     return "" if line.startswith("#") else line.split("  # ", maxsplit=1)[0]
 
 
-def _targets(line: str) -> list[str]:
+def targets(line: str) -> list[str]:
     """The names a statement assigns."""
-    left, assigned, _ = _code(line).partition(" = ")
-    return _NAME.findall(left) if assigned else []
+    left, assigned, _ = code(line).partition(" = ")
+    return NAME.findall(left) if assigned else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +80,21 @@ class ModelView(GraphFacts):
             storage=self._storage,
             device_kind=self.plan.cluster.device(0).kind,
         )
+
+    def read_by(self, variant: Variant, steps: Collection[str]) -> frozenset[Ref]:
+        """Parameters that `steps` of a variant read as the block is given them, not copies."""
+        block, flow = self.variant_flow(variant)
+        given = {(ref, flow.produced[ref]) for ref in block.parameters}
+        read = set()
+        for move in flow.moves():
+            if not move.copies(self.mesh.sizes) and (move.value, move.before) in given:
+                given.add((move.value, move.after))
+            elif move.name in steps:
+                read.add((move.value, move.before))
+        for choice in variant.choices:
+            if choice.node in steps:
+                read |= set(zip(self.nodes[choice.node].inputs(), choice.inputs, strict=True))
+        return frozenset(ref for ref, layout in read if (ref, layout) in given)
 
     @cached_property
     def _storage(self) -> StorageMap:

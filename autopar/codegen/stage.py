@@ -13,6 +13,7 @@ from autopar.codegen.block import (
     Gather,
     axis_lines,
     block_source,
+    forward_name,
 )
 from autopar.codegen.model import ModelView
 from autopar.ir.blocks import Block
@@ -78,6 +79,10 @@ def variant_source(view: ModelView, variant: Variant) -> str:
             mesh=view.mesh,
             differentiable=view.differentiable,
             gathers=dict(zip(block.parameters, variant_gathers(view, variant), strict=True)),
+            forwards=tuple(
+                (name, frozenset(variant.steps_again(name)))
+                for name in dict.fromkeys(user.recompute for user in users)
+            ),
         )
     )
 
@@ -198,7 +203,7 @@ class StagePrinter:
         """What the source takes from the runtime."""
         ends = (*self.received(), *self.sent())
         cut = any(_boundary_layout(self.view, ref) for ref in ends)
-        return f"BoundarySpec, {'Shard, ' if cut else ''}Size, pick, recompute"
+        return f"BoundarySpec, {'Shard, ' if cut else ''}Size, pick"
 
     def _inputs(self) -> tuple[str, ...]:
         """Keys of the batch entries that the stage reads."""
@@ -321,12 +326,7 @@ class StagePrinter:
         random = view.first_random(block.nodes)
         weights = self._weights(variant, block)
         call = ["w_block", "ctx", str(random), *arguments]
-        function = f"{use.variant}.forward"
-        text = (
-            f"recompute({', '.join([function, *call])})"
-            if use.recompute
-            else f"{function}({', '.join(call)})"
-        )
+        text = f"{use.variant}.{forward_name(use.recompute)}({', '.join(call)})"
         printer.lines.append(f"# -- block {block.index}: {block.module_path or 'model'}")
         printer.lines.append(f"w_block = {weights}")
         printer.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}")

@@ -21,7 +21,7 @@ from autopar.ir.size import shape_at
 from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
 from autopar.plan.pipeline import schedule_flushes
-from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan
+from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan, Variant
 from autopar.plan.zero import stored_layout, zero_shard
 
 LOSS_BYTES = 8
@@ -105,10 +105,11 @@ def _micro_batch(
     for use in stage.blocks:
         variant = variants[use.variant]
         _, flow = view.variant_flow(variant)
-        moved = _block(view, flow, variant.choices, samples, at)
-        for item in (*_gathers(view, use, at), *moved):
+        again = set(variant.steps_again(use.recompute))
+        yield from _gathers(view, use, variant, at)
+        for step, item in _block(view, flow, variant.choices, samples, at):
             yield item
-            if use.recompute and item.phase == "forward":
+            if step in again and item.phase == "forward":
                 yield replace(item, phase="recompute")
     yield from _sends(view, stage, samples, at)
 
@@ -119,7 +120,8 @@ def _block(
     choices: Sequence[NodeChoice],
     samples: int,
     at: tuple[int, ...],
-) -> Iterator[Collective]:
+) -> Iterator[tuple[str, Collective]]:
+    """Collectives of the moves and kernels of a block, each with the move or node it is of."""
     sizes = view.mesh.sizes
     whole_batch = samples * batch_size(view.mesh.axes, sizes)
     for move in flow.moves():
@@ -133,16 +135,23 @@ def _block(
             if op is not None:
                 nbytes = move_bytes(spec, move, op, sizes, whole_batch, at)
                 if nbytes:
-                    yield _collective(op, nbytes, (view.mesh.axes[axis],), phase, str(move.value))
+                    axes = (view.mesh.axes[axis],)
+                    yield move.name, _collective(op, nbytes, axes, phase, str(move.value))
     for choice in choices:
-        yield from _inner(view, view.nodes[choice.node], choice, whole_batch, at)
+        for item in _inner(view, view.nodes[choice.node], choice, whole_batch, at):
+            yield choice.node, item
 
 
-def _gathers(view: ModelView, use: BlockPlan, at: tuple[int, ...]) -> Iterator[Collective]:
-    """Weights that a block gathers from shards: in its forward, and those that its backward reads
-    once more, unless the forward is run again anyway."""
+def _gathers(
+    view: ModelView, use: BlockPlan, variant: Variant, at: tuple[int, ...]
+) -> Iterator[Collective]:
+    """Weights that a block gathers from shards: in its forward, and once more those that its
+    backward, or what that runs again, reads."""
     block = view.chain.blocks[use.index]
-    again = frozenset[Ref]() if use.recompute else view.gathered_again(block)
+    first = view.chain.representative(block.class_index)
+    own = dict(zip(first.parameters, block.parameters, strict=True))
+    read = view.read_by(variant, variant.steps_again(use.recompute))
+    again = view.gathered_again(block) | {own[ref] for ref in read if ref in own}
     for ref, shard in view.gathers(block).items():
         parameter = view.parameter_plans[ref.name]
         nbytes = _local_bytes(view, parameter, parameter.layout, at)

@@ -16,7 +16,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout, Partial, Shard
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
-from autopar.plan.plan import ParameterPlan, Plan, StagePlan
+from autopar.plan.plan import ParameterPlan, Plan, Recompute, StagePlan, Variant
 from autopar.plan.text import amount, plural, spans
 from autopar.plan.zero import zero_problems
 from autopar.schedules.registry import SCHEDULES
@@ -227,10 +227,33 @@ def _variants(plan: Plan) -> Problems:
             if block.variant not in names:
                 yield f"block {block.index}: no variant is called {block.variant!r}"
     for variant in plan.variants:
+        yield from _recompute(plan, variant)
         for choice in variant.choices:
             where = f"variant {variant.name}: op {choice.node}"
             for layout in (*choice.inputs, *choice.outputs):
                 yield from _layout_problems(plan, layout, where)
+
+
+def _recompute(plan: Plan, variant: Variant) -> Problems:
+    """What runs again: blocks name what their variant has, and it names its own ops and moves."""
+    blocks = [b for stage in plan.stages for b in stage.blocks if b.variant == variant.name]
+    known = [Recompute.NONE.value, *(again.name for again in variant.recompute)]
+    for block in blocks:
+        if block.recompute not in known:
+            yield (
+                f"block {block.index}: recompute: expected one of {', '.join(known)}, which "
+                f"variant {variant.name} has, found {block.recompute!r}"
+            )
+    nodes = {choice.node for choice in variant.choices}
+    for again in variant.recompute:
+        where = f"variant {variant.name}: recompute {again.name}"
+        if again.name.partition("_")[0] not in (Recompute.SELECTIVE, Recompute.FULL):
+            yield f"{where}: expected a name that begins with selective or full"
+        for step, count in Counter(again.steps).items():
+            if step not in nodes and " as " not in step:
+                yield f"{where}: {step!r} is neither an op of the variant nor a move"
+            if count > 1:
+                yield f"{where}: {step!r} is listed {count} times"
 
 
 def _collectives(plan: Plan) -> Problems:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from autopar.plan.codec import codec_of
-from autopar.plan.plan import ParameterPlan, Plan
+from autopar.plan.plan import ParameterPlan, Plan, Recompute, StagePlan
 from autopar.plan.table import certificate_text, collective_totals, grid_text, peak_bytes
 from autopar.plan.text import amount, columns, duration, number, page, percent, section, spans
 from autopar.plan.zero import zero_shard
@@ -109,16 +109,23 @@ def _stages(a: Plan, b: Plan) -> str:
             if stage is None:
                 cells.append((_ABSENT,) * 5)
                 continue
-            recomputed = spans(block.index for block in stage.blocks if block.recompute)
+            recomputed = recomputed_blocks(stage)
             blocks = spans(block.index for block in stage.blocks)
             peak = amount(peak_bytes(stage))
             levels = sorted({block.zero for block in stage.blocks})
             zero = ", ".join(map(str, levels)) if any(levels) else ""
-            cells.append((blocks, spans(stage.ranks), recomputed or "none", zero, peak))
+            cells.append((blocks, spans(stage.ranks), recomputed, zero, peak))
         if cells[0] != cells[1]:
             rows += [(str(index), side, *cell) for side, cell in zip("ab", cells, strict=True)]
     header = ("stage", "", "blocks", "ranks", "recompute", "ZeRO", "memory")
     return columns(header, rows, left=6) if rows else ""
+
+
+def recomputed_blocks(stage: StagePlan) -> str:
+    """The blocks that run again, in part or whole: `0-3 selective, 4 full`."""
+    kinds = (Recompute.SELECTIVE, Recompute.FULL)
+    blocks = {kind: [b.index for b in stage.blocks if b.recompute_kind is kind] for kind in kinds}
+    return ", ".join(f"{spans(own)} {kind}" for kind, own in blocks.items() if own) or "none"
 
 
 def _layouts(a: Plan, b: Plan) -> str:

@@ -39,6 +39,15 @@ class Move:
     after: Layout
     transition: Transition
 
+    @property
+    def name(self) -> str:
+        """What a plan calls the move; no other of its block brings the value to this layout."""
+        return f"{self.value} as {' '.join(map(str, self.after))}"
+
+    def copies(self, sizes: Sequence[int]) -> bool:
+        """Whether the moved value is a new tensor, on mesh axes of these sizes."""
+        return sizes[self.axis] > 1 and self.transition.function != "sum_gradient"
+
 
 def moves_between(
     value: Ref, src: Layout, dst: Layout, *, differentiable: bool

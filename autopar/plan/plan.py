@@ -7,6 +7,7 @@ model's graph (source, process groups, local shapes) is derived again when it is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import prod
 
 from autopar.ir.cluster import Cluster
@@ -61,29 +62,65 @@ class NodeChoice:
     outputs: tuple[Layout, ...]
 
 
+class Recompute(StrEnum):
+    """How much of a block runs again in its backward.
+
+    `selective`: chosen ops. `full`: everything that the backward reads, so that the block keeps
+    what it is given alone.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePlan:
+    """What of a variant runs again in the backward, under a name: `full`, `selective`, or
+    `selective_b` where there are several.
+
+    `steps` lists, in execution order, the ops and moves of the class's first block whose results
+    are not kept for the backward: they are made again from values that are.
+    """
+
+    name: str
+    steps: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """One way to run all blocks of a class; becomes one source file.
 
     `choices` names the nodes of the class's first block; other blocks correspond by position.
+    `recompute` has what may run again in the backward; each of its blocks names one, or `none`.
     """
 
     name: str
     class_index: int
     digest: str
     choices: tuple[NodeChoice, ...]
+    recompute: tuple[RecomputePlan, ...] = ()
+
+    def steps_again(self, name: str) -> tuple[str, ...]:
+        """The steps that run again under a name of `recompute`; none for `none`."""
+        return next((plan.steps for plan in self.recompute if plan.name == name), ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockPlan:
-    """One block on its stage: which variant runs it, whether its forward is run again, and the
-    ZeRO level of its parameters, of those that have a higher one than others."""
+    """One block on its stage: which variant runs it, what of it is run again, by name, and the ZeRO
+    level of its parameters, of those that have a higher one than others."""
 
     index: int
     variant: str
-    recompute: bool
+    recompute: str
     module_path: str
     zero: int = 0
+
+    @property
+    def recompute_kind(self) -> Recompute:
+        """How much of the block runs again."""
+        return Recompute(self.recompute.partition("_")[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ Both are functions of the plan alone. `check_plan` comes first: they take a soun
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import prod
@@ -13,7 +14,7 @@ from typing import Any
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import TENSOR, MeshAxis
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
-from autopar.plan.plan import Candidate, Certificate, Plan, StagePlan, Terms
+from autopar.plan.plan import Candidate, Certificate, Plan, Recompute, StagePlan, Terms
 from autopar.plan.techniques import techniques, variant_parameters
 from autopar.plan.text import (
     amount,
@@ -246,8 +247,12 @@ def _numbered(path: str) -> tuple[str, int | None]:
 
 
 def _recompute(stage: StagePlan) -> str:
-    count = sum(block.recompute for block in stage.blocks)
-    return "all" if count == len(stage.blocks) else str(count) if count else "none"
+    """`none`, `full`, or how many blocks run again in part or whole: `2 selective, 1 full`."""
+    counts = Counter(block.recompute_kind for block in stage.blocks)
+    done = [(kind, n) for kind, n in sorted(counts.items()) if kind is not Recompute.NONE]
+    if len(counts) == 1:
+        return str(stage.blocks[0].recompute_kind)
+    return ", ".join(f"{count} {kind}" for kind, count in done) or "none"
 
 
 def _memory(plan: Plan) -> str:
@@ -369,7 +374,11 @@ def _stage_summary(stage: StagePlan) -> dict[str, Any]:
         "index": stage.index,
         "ranks": list(stage.ranks),
         "blocks": [block.index for block in stage.blocks],
-        "recompute": [block.index for block in stage.blocks if block.recompute],
+        "recompute": {
+            str(block.index): block.recompute
+            for block in stage.blocks
+            if block.recompute_kind is not Recompute.NONE
+        },
         "parameters": sum(prod(p.shape) for p in stage.parameters if not p.buffer),
         "time_s": dict(stage.time_s),
         "memory_bytes": dict(stage.memory_bytes),

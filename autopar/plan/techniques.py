@@ -17,7 +17,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.plan.check import shared_parameters
 from autopar.plan.pipeline import pipeline_text
-from autopar.plan.plan import NodeChoice, ParameterPlan, Plan
+from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, Recompute, Variant
 from autopar.plan.text import plural
 from autopar.plan.zero import zero_shard
 
@@ -25,6 +25,11 @@ _MATMULS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "einsum"})
 _EMBEDDINGS = frozenset({"embedding"})
 _NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm"})
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
+_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "permute", "unsqueeze", "expand", "slice", "chunk", "split"}
+    | {"getitem", "select", "contiguous", "to", "alias", "flatten", "unflatten", "squeeze", "t"}
+)
+"""Ops that say nothing of what is run again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,16 +101,38 @@ def _techniques(plan: Plan) -> Iterator[str]:
         if axis.size > 1:
             yield from _axis_techniques(plan, index)
     yield from _sharded_state(plan)
-    recomputed = sum(block.recompute for stage in plan.stages for block in stage.blocks)
-    if recomputed:
-        blocks = sum(len(stage.blocks) for stage in plan.stages)
-        yield f"activation recomputation in {recomputed} of {plural(blocks, 'block')}"
+    yield from _recomputation(plan)
     for fqn, stages in shared_parameters(plan).items():
         parameter = next(p for stage in plan.stages for p in stage.parameters if p.fqn == fqn)
         if parameter.trainable:
             yield (
                 f"{fqn} on stages {', '.join(map(str, stages))}, its gradients summed between them"
             )
+
+
+def _recomputation(plan: Plan) -> Iterator[str]:
+    """Activation recomputation, whole blocks first; selective by the ops that run again."""
+    blocks = [block for stage in plan.stages for block in stage.blocks]
+    total = plural(len(blocks), "block")
+    if full := sum(block.recompute_kind is Recompute.FULL for block in blocks):
+        yield f"full activation recomputation ({full} of {total})"
+    variants = {variant.name: variant for variant in plan.variants}
+    chosen = Counter(
+        _steps_again(variants[block.variant], block.recompute)
+        for block in blocks
+        if block.recompute_kind is Recompute.SELECTIVE
+    )
+    for steps, count in chosen.items():
+        yield f"selective activation recomputation ({steps} of {count} of {total})"
+
+
+def _steps_again(variant: Variant, name: str) -> str:
+    """What a variant runs again, in a few words: ops other than views, then moves."""
+    ops = {choice.node for choice in variant.choices}
+    stems = dict.fromkeys(op_stem(step) for step in variant.steps_again(name) if step in ops)
+    named = [stem for stem in stems if stem not in _VIEWS]
+    moves = any(step not in ops for step in variant.steps_again(name))
+    return ", ".join([*named, *(["moves between placements"] if moves else [])]) or "views"
 
 
 def _axis_techniques(plan: Plan, index: int) -> Iterator[str]:

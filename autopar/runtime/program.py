@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.placement import Layout, Partial, Replicate, Shard, local_size
 from autopar.ir.size import Shape, Size, shape_at
@@ -98,18 +97,6 @@ def pick(w: Named, keys: Iterable[str], prefix: str) -> dict[str, Tensor]:
     return {key: w[prefix + key] if prefix + key in w else w[key] for key in keys}
 
 
-def recompute(function: Callable[..., Tensors], *args: object) -> Tensors:
-    """Run a block so that its forward runs again in the backward instead of being saved.
-
-    It is run to its end: ranks save different numbers of tensors where a shard is empty, and one
-    that stopped early would leave the others waiting in a collective. Random ops need no state
-    restored, since their masks do not depend on one.
-    """
-    return checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
-    )
-
-
 __all__ = [
     "BoundarySpec",
     "InputSpec",
@@ -120,5 +107,4 @@ __all__ = [
     "Size",
     "StageProgram",
     "pick",
-    "recompute",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.blocks import Block
@@ -13,6 +13,8 @@ from autopar.plan.flow import setup_sources
 from autopar.plan.plan import (
     BlockPlan,
     ParameterPlan,
+    Recompute,
+    RecomputePlan,
     StagePlan,
     Terms,
     Variant,
@@ -22,6 +24,7 @@ from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
 from autopar.search.pipelines import held_at_peak
 from autopar.search.pricer import Pricer
+from autopar.search.recompute import Again
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 from autopar.search.state import PREFETCHED, held_bytes
@@ -62,8 +65,8 @@ def stage_terms(
         for i, part in enumerate(held_bytes(pricer, block, option.states, grid, skip=seen)):
             states[i] += part
         seen |= {ref.name for ref in block.parameters}
-    again = [option for option in options if option.recompute]
-    kept = [option for option in options if not option.recompute]
+    whole = [option for option in options if option.again.kind is Recompute.FULL]
+    kept = [option for option in options if option.again.kind is not Recompute.FULL]
     peak = max(options, key=lambda option: option.transient_bytes)
     terms = [
         ("weights", states[0]),
@@ -71,7 +74,7 @@ def stage_terms(
         ("master", states[2]),
         ("optimizer", states[3]),
         ("activations", float(held.saved * sum(option.saved_bytes for option in kept))),
-        ("boundary", float(held.saved * sum(option.saved_bytes for option in again))),
+        ("boundary", float(held.saved * sum(option.saved_bytes for option in whole))),
     ]
     if grid.pipe.splits_backward:
         left = sum(option.cost.deferred_bytes for option in options)
@@ -83,7 +86,7 @@ def stage_terms(
     return (
         *terms,
         ("transient", float(widest * peak.cost.transient_bytes)),
-        ("recompute", float(widest * peak.cost.saved_bytes if peak.recompute else 0)),
+        ("recompute", float(widest * peak.again.made_bytes)),
         ("gathered", float(widest * PREFETCHED * peak.state.gathered_bytes)),
         ("unreduced", float(widest * peak.state.unreduced_bytes)),
         ("communication", float(once * message_bytes(pricer, grid))),
@@ -150,6 +153,7 @@ def variants(
                 digest=block_class.digest,
                 choices=option.choices,
             )
+        found[key] = _with_recompute(found[key], option.again)
         names.append(found[key].name)
     return tuple(found.values()), chosen, names
 
@@ -158,6 +162,23 @@ def _source_key(option: ClassOption) -> object:
     """What the source of a block depends on: blocks that agree on it run the same file."""
     gathered = tuple((name, s.stored) for name, s in option.states if s.level == 3)
     return option.choices, gathered
+
+
+def _with_recompute(variant: Variant, again: Again) -> Variant:
+    """A variant that has a name for what is run again."""
+    if not again.steps or recompute_name(variant, again):
+        return variant
+    others = sum(plan.name.startswith(again.kind) for plan in variant.recompute)
+    suffix = f"_{chr(ord('a') + others)}" if others else ""
+    plan = RecomputePlan(name=f"{again.kind}{suffix}", steps=again.steps)
+    return replace(variant, recompute=(*variant.recompute, plan))
+
+
+def recompute_name(variant: Variant, again: Again) -> str:
+    """What a variant calls a set of steps that run again; `none` if there are none."""
+    if not again.steps:
+        return Recompute.NONE.value
+    return next((plan.name for plan in variant.recompute if plan.steps == again.steps), "")
 
 
 def stage_plans(
@@ -171,6 +192,7 @@ def stage_plans(
         for blocks in staged.problem.stages(staged.solution.cuts)
     ]
     held, most = _held(pricer, staged, own), peak_in_flight(grid.pipe.build())
+    by_name = {variant.name: variant for variant in found}
     stages = []
     for index, (blocks, options) in enumerate(own):
         ranks = stage_ranks(grid, index)
@@ -182,7 +204,7 @@ def stage_plans(
                     BlockPlan(
                         index=block.index,
                         variant=names[block.index],
-                        recompute=option.recompute,
+                        recompute=recompute_name(by_name[names[block.index]], option.again),
                         module_path=block.module_path,
                         zero=option.zero,
                     )

@@ -1,26 +1,38 @@
-"""What a block holds where values are moved: a value brought to another placement is a copy.
+"""Where the values of a block lie: which of its steps makes which storage, and what is kept.
 
-An op keeps for backward what it reads, and so the copy. A weight that is stored in shards and
-gathered for a product is held whole until the block's backward is done.
+A value brought to another placement is a copy. An op keeps for backward what it reads, and so the
+copy. A weight that is stored in shards and gathered for a product is held whole until the block's
+backward is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
-from autopar.costs.saved import SavedSet
+from autopar.costs.saved import SavedExtra, SavedSet
 from autopar.costs.strides import StorageMap
 from autopar.ir.graph import OpNode, Ref
 from autopar.ir.placement import Layout
-from autopar.plan.flow import BlockFlow, moves_between
+from autopar.plan.flow import BlockFlow, Move
 from autopar.plan.plan import NodeChoice
 from autopar.search.prices import Prices
 
-_IN_PLACE = frozenset({"sum_gradient"})
-"""Moves that give the same storage."""
-
 Storage = tuple[Ref, Layout]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One op or move of a block, by its name in the plan.
+
+    `reads` are the storages of what it reads, `lies` those of what it gives: a view lies in the
+    storage of its base.
+    """
+
+    name: str
+    reads: tuple[Storage, ...]
+    lies: tuple[Storage, ...]
 
 
 class BlockStorages:
@@ -37,52 +49,68 @@ class BlockStorages:
         self._flow, self._prices, self._storage = flow, prices, storage
         self._read: dict[tuple[str, Ref], Storage] = {}
         self._layouts: dict[tuple[str, Ref], Layout] = {}
-        self._owner: dict[Ref, Storage] = {}
+        self._lies: dict[Storage, Storage] = {}
+        self._copies: set[Storage] = set()
+        self.steps: list[Step] = []
+        """Ops, and the moves that take effect, in execution order."""
         self.copied_bytes = 0
         """The most that the copies which one op reads take together."""
         for node in nodes:
-            self._visit(node, choices[node.name])
+            for move in flow.before[node.name]:
+                self._move(move)
+            self._node(node, choices[node.name])
 
-    def _visit(self, node: OpNode, choice: NodeChoice) -> None:
-        copies: set[Storage] = set()
+    def _move(self, move: Move) -> None:
+        source, after = self._at(move.value, move.before), (move.value, move.after)
+        copied = move.copies(self._prices.sizes)
+        self._lies[after] = after if copied else source
+        if copied:
+            self._copies.add(after)
+        if self._prices.sizes[move.axis] > 1:
+            self.steps.append(Step(name=move.name, reads=(source,), lies=(self._lies[after],)))
+
+    def _node(self, node: OpNode, choice: NodeChoice) -> None:
         for ref, layout in zip(node.inputs(), choice.inputs, strict=True):
-            own = self._of(ref)
-            moved = self._is_copy(ref, layout)
-            self._read[node.name, ref] = (ref, layout) if moved else own
+            self._read[node.name, ref] = self._at(ref, layout)
             self._layouts[node.name, ref] = layout
-            copies |= {(ref, layout)} if moved else set()
-        self.copied_bytes = max(self.copied_bytes, sum(map(self._nbytes, copies)))
+        reads = tuple(dict.fromkeys(self._read[node.name, ref] for ref in node.inputs()))
+        copies = [storage for storage in reads if storage in self._copies]
+        self.copied_bytes = max(self.copied_bytes, sum(map(self.nbytes, copies)))
+        lies = []
         for index, layout in enumerate(choice.outputs):
             output = Ref(node.name, index)
-            self._layouts[node.name, output] = layout
             base = self._storage.base(output)
             viewed = [r for r in node.inputs() if base != output and self._storage.base(r) == base]
-            self._owner[output] = self._read[node.name, viewed[0]] if viewed else (output, layout)
-            self._read[node.name, output] = self._owner[output]
+            place = self._read[node.name, viewed[0]] if viewed else (output, layout)
+            self._lies[output, layout] = self._read[node.name, output] = place
+            self._layouts[node.name, output] = layout
+            lies.append(place)
+        self.steps.append(Step(name=node.name, reads=reads, lies=tuple(dict.fromkeys(lies))))
 
-    def _of(self, ref: Ref) -> Storage:
+    def _at(self, ref: Ref, layout: Layout) -> Storage:
         """The storage of a value; one from outside the block lies as it is given."""
+        produced = self._flow.produced
+        for known in ((ref, layout), (ref, produced[ref])):
+            if known in self._lies:
+                return self._lies[known]
         base = self._storage.base(ref)
-        known = self._owner.get(ref) or self._owner.get(base)
-        return known or (base, self._flow.produced.get(base, self._flow.produced[ref]))
+        given = (base, produced.get(base, produced[ref]))
+        return self._lies.get(given, given)
 
-    def _is_copy(self, ref: Ref, layout: Layout) -> bool:
-        path = moves_between(
-            ref, self._flow.produced[ref], layout, differentiable=ref in self._prices.differentiable
-        )
-        sizes = self._prices.sizes
-        return any(sizes[m.axis] > 1 and m.transition.function not in _IN_PLACE for m in path)
-
-    def _nbytes(self, storage: Storage) -> int:
+    def nbytes(self, storage: Storage) -> int:
+        """Local bytes of a storage."""
         return self._prices.local_bytes(*storage)
 
-    def kept_bytes(self, saved: SavedSet, held: Collection[Ref]) -> int:
-        """Bytes kept for backward, each storage once, without those of the values in `held`."""
-        own = {(ref, self._flow.produced[ref]) for ref in held if ref in self._flow.produced}
-        kept = {self._read[reader] for reader in saved.kept} - own
-        extras = sum(
-            prod(self._prices.local_shape(e.like, self._layouts[e.node, e.like]))
-            * e.bytes_per_element
-            for e in saved.extras
-        )
-        return sum(map(self._nbytes, kept)) + round(extras)
+    def extra_bytes(self, extra: SavedExtra) -> float:
+        """Local bytes of a tensor that is kept but is no value of the graph."""
+        shape = self._prices.local_shape(extra.like, self._layouts[extra.node, extra.like])
+        return prod(shape) * extra.bytes_per_element
+
+    def kept(self, saved: SavedSet, held: Collection[Ref]) -> set[Storage]:
+        """Storages kept for backward, without those of the values in `held`."""
+        return {self._read[reader] for reader in saved.kept} - self.held(held)
+
+    def held(self, values: Collection[Ref]) -> set[Storage]:
+        """Storages of values that are held anyway."""
+        produced = self._flow.produced
+        return {(ref, produced[ref]) for ref in values if ref in produced}

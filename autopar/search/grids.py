@@ -39,7 +39,7 @@ def space_text(setting: Setting) -> str:
         f"tensor up to {widest_tensor(setting)}, context x tensor up to "
         f"{setting.cluster.links[0].span} with one sample a micro-batch; micro-batches of 1, 2, 4, "
         "... samples a data rank, up to all of them; stages of any consecutive blocks; "
-        "per op any placement its rules allow; per block no recompute or all, and ZeRO "
+        "per op any placement its rules allow; per block any ops run again, and ZeRO "
         f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedules "
         f"{_schedules_text()}"
     )

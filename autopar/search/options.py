@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
-from autopar.plan.plan import NodeChoice
+from autopar.plan.plan import NodeChoice, Recompute
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Pipeline
 from autopar.search.pricer import BlockCost, Pricer
+from autopar.search.recompute import Again
 from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
 from autopar.search.state import (
     UNSPLIT,
@@ -26,18 +27,11 @@ from solvers.partition import BlockOption
 OVERLAPS: dict[str, bool] = {"cuda": True, "cpu": False}
 """Whether communication runs beside compute, by `DeviceSpec.kind`; other kinds are as `cuda`."""
 
-RECOMPUTES: dict[str | None, tuple[bool, ...]] = {
-    None: (False, True),
-    "none": (False,),
-    "all": (True,),
-}
-"""Whether a block's forward is run again, by the pin."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassOption:
-    """One way to run the blocks of a class: a sharding, with or without running forward twice, and
-    how the state of its parameters lies.
+    """One way to run the blocks of a class: a sharding, what of it is run again, and how the
+    state of its parameters lies.
 
     Weights that lie in shards (ZeRO level 3) are gathered one block ahead, so that gathering hides
     behind the compute of the block before, taken to be as long as this one's own; only what is
@@ -47,7 +41,7 @@ class ClassOption:
 
     choices: tuple[NodeChoice, ...]
     states: States
-    recompute: bool
+    again: Again
     cost: BlockCost
     state: StateCost
     bound_s: float
@@ -67,13 +61,10 @@ class ClassOption:
 
     @property
     def backward_s(self) -> float:
-        """Backward seconds, with the forward that is run again and gathering that does not hide."""
-        again_s, compute_s = 0.0, self.cost.backward_compute_s
-        gather_s = self.state.gather_again_s
-        if self.recompute:
-            again_s, compute_s = self.cost.forward_s, compute_s + self.cost.forward_compute_s
-            gather_s = self.state.gather_s
-        return self.cost.backward_s + again_s + self._exposed_s(gather_s, compute_s)
+        """Backward seconds, with what is run again and gathering that does not hide."""
+        compute_s = self.cost.backward_compute_s + self.again.compute_s
+        gather_s = self.state.gather_again_s(self.again.weights)
+        return self.cost.backward_s + self.again.time_s + self._exposed_s(gather_s, compute_s)
 
     def _exposed_s(self, gather_s: float, compute_s: float) -> float:
         return max(0.0, gather_s - (compute_s if self.overlaps else 0.0))
@@ -81,13 +72,12 @@ class ClassOption:
     @property
     def saved_bytes(self) -> int:
         """Bytes held per micro-batch in flight."""
-        return self.cost.input_bytes if self.recompute else self.cost.saved_bytes
+        return self.again.kept_bytes
 
     @property
     def transient_bytes(self) -> int:
         """Bytes held while the block runs."""
-        again = self.cost.saved_bytes if self.recompute else 0
-        return self.cost.transient_bytes + again + self.state.transient_bytes
+        return self.cost.transient_bytes + self.again.made_bytes + self.state.transient_bytes
 
     def as_option(self, pipe: Pipeline | None = None) -> BlockOption:
         """The option as the partition problem sees it, by default with whole backwards.
@@ -136,23 +126,38 @@ def class_options(
     setting = pricer.setting
     block = setting.chain.representative(class_index)
     prices = pricer.prices(grid)
-    recomputes = RECOMPUTES[setting.pins.recompute]
     found: list[ClassOption] = []
     for sharding in _shardings(pricer, grid, class_index, fixed):
         cost = pricer.cost(block, sharding.choices, dict(sharding.parameters), grid)
         for zero in zero_choices(prices, setting.pins.zero):
             states = parameter_states(setting, block, sharding.parameters, prices, zero, shared)
-            option = ClassOption(
-                choices=sharding.choices,
-                states=states,
-                recompute=False,
-                cost=cost,
-                state=state_cost(pricer, block, states, grid),
-                bound_s=sharding.bound,
-                overlaps=OVERLAPS.get(pricer.device.kind, True),
-            )
-            found += [replace(option, recompute=recompute) for recompute in recomputes]
+            state = state_cost(pricer, block, states, grid)
+            found += [
+                ClassOption(
+                    choices=sharding.choices,
+                    states=states,
+                    again=again,
+                    cost=cost,
+                    state=state,
+                    bound_s=sharding.bound,
+                    overlaps=OVERLAPS.get(pricer.device.kind, True),
+                )
+                for again in pinned_ways(cost.ways, setting.pins.recompute)
+            ]
     return undominated(found)
+
+
+def pinned_ways(ways: Sequence[Again], pin: str | None) -> Sequence[Again]:
+    """The ways that a pin leaves, of all from keeping everything to keeping the least.
+
+    `none` keeps everything, `all` makes everything again. `selective` runs chosen ops of a block
+    again and never the whole; a block that has no such choice keeps everything.
+    """
+    if pin is None:
+        return ways
+    if pin == "selective":
+        return [way for way in ways if way.kind is Recompute.SELECTIVE] or ways[:1]
+    return ways[:1] if pin == "none" else ways[-1:]
 
 
 def _shardings(

@@ -12,7 +12,8 @@ from autopar.ir.placement import Placement, R, Shard, parse_placement
 
 MESH_DEGREES = ("pipeline", "data", "context", "tensor")
 DEGREES = (*MESH_DEGREES, "shard", "expert", "chunks", "micro_batches", "micro_batch")
-RECOMPUTE = ("none", "all")
+RECOMPUTE = ("none", "selective", "all")
+"""`selective`: some ops of a block, never whole blocks."""
 ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
 CHOICES = ("schedule", "sequence", "recompute", "zero")

@@ -26,28 +26,28 @@ from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
 from autopar.search.prices import CollectiveTime, Prices
+from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
 from autopar.search.setting import Setting
 from autopar.search.split_costs import WeightPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """What one way to run a block costs, without and with running its forward again.
+    """What one sharding of a block costs.
 
     Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank:
-    `saved_bytes` and `input_bytes` per micro-batch in flight, `transient_bytes` while the block
-    runs. `weight_s` is the part of `backward_s` that computes weight gradients, `deferred_bytes`
-    what is held until then for each micro-batch, where a schedule splits the backward. What the
-    block's parameters cost besides is in `search.state`.
+    `transient_bytes` while the block runs. `ways` are what it may keep and what it then runs again,
+    the fastest first. `weight_s` is the part of `backward_s` that computes weight gradients,
+    `deferred_bytes` what is held until then for each micro-batch, where a schedule splits the
+    backward. What the block's parameters cost besides is in `search.state`.
     """
 
     forward_s: float
     backward_s: float
     forward_compute_s: float
     backward_compute_s: float
-    saved_bytes: int
-    input_bytes: int
     transient_bytes: int
+    ways: tuple[Again, ...]
     priced_ops: int
     measured_ops: int
     weight_s: float = 0.0
@@ -274,6 +274,7 @@ class Pricer:
         forward = backward = 0.0
         compute = (0.0, 0.0)
         measured = 0
+        again: dict[str, StepSeconds] = {}
         apart = WeightPart(products=self.products(block), prices=prices, device=self.device)
         for node, choice in zip(nodes, choices, strict=True):
             op, option = self.local(node, choice, prices), self._option(node, choice, grid)
@@ -282,20 +283,23 @@ class Pricer:
             compute = (compute[0] + op_forward, compute[1] + op_backward)
             if not any(strategy.kernel for strategy in option.strategies):
                 apart.add(node, choice, op, op_backward)
-            forward, backward = forward + op_forward + inner[0], backward + op_backward + inner[1]
+            again[node.name] = StepSeconds(op_forward + inner[0], op_forward)
+            forward, backward = forward + again[node.name].total, backward + op_backward + inner[1]
             measured += known
         for move in flow.moves():
             moved = prices.move_s(move)
+            again[move.name] = StepSeconds(moved[0], 0.0)
             forward, backward = forward + moved[0], backward + moved[1]
-        saved, inputs, transient = self._activations(block, choices, flow, prices)
+        storages, transient = self._activations(block, choices, flow, prices)
+        held = [Ref(name) for name in setting.sources]
+        recompute = RecomputeProblem(storages, self.saved(block), held, again)
         return BlockCost(
             forward_s=forward,
             backward_s=backward,
             forward_compute_s=compute[0],
             backward_compute_s=compute[1],
-            saved_bytes=saved,
-            input_bytes=inputs,
             transient_bytes=transient,
+            ways=recompute.ways(),
             priced_ops=len(nodes),
             measured_ops=measured,
             weight_s=apart.seconds,
@@ -337,13 +341,12 @@ class Pricer:
 
     def _activations(
         self, block: Block, choices: Sequence[NodeChoice], flow: BlockFlow, prices: Prices
-    ) -> tuple[int, int, int]:
+    ) -> tuple[BlockStorages, int]:
+        """Where the block's values lie, and the bytes it holds while it runs."""
         saved, nodes = self.saved(block), self.setting.block_nodes(block)
         whole = (R,) * len(prices.names)
         by_node = {choice.node: choice for choice in choices}
         storages = BlockStorages(nodes, by_node, flow, prices, self.setting.storage)
-        kept = storages.kept_bytes(saved, [Ref(name) for name in self.setting.sources])
-        inputs = sum(prices.local_bytes(ref, flow.produced[ref]) for ref in block.inputs)
         transient = transient_bytes(
             nodes,
             lambda ref: prices.local_bytes(ref, flow.produced.get(ref, whole)),
@@ -354,7 +357,7 @@ class Pricer:
             parameters=block.parameters,
             specs=self.setting.specs,
         )
-        return kept, inputs, transient.peak_bytes + storages.copied_bytes
+        return storages, transient.peak_bytes + storages.copied_bytes
 
 
 def _joined_axes(axes: Sequence[Axis], names: tuple[str, ...]) -> list[Axis]:

@@ -67,18 +67,26 @@ class StateCost:
     """What a block's parameters cost besides the block's own run.
 
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
-    `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gather_s` to
-    gather the weights for a forward of a micro-batch, `gather_again_s` to gather those that the
-    backward reads; `sync_s` and `optimizer_s` per step.
+    `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
+    the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
+    it; `sync_s` and `optimizer_s` per step.
     """
 
     held: StateBytes
     gathered_bytes: int
     unreduced_bytes: int
-    gather_s: float
-    gather_again_s: float
+    gathers: tuple[tuple[Ref, float, bool], ...]
     sync_s: float
     optimizer_s: float
+
+    @property
+    def gather_s(self) -> float:
+        """Seconds to gather the weights for a forward of a micro-batch."""
+        return sum(once_s for _, once_s, _ in self.gathers)
+
+    def gather_again_s(self, read: Collection[Ref]) -> float:
+        """Seconds to gather those that the backward reads, or what it runs again (`read`)."""
+        return sum(once_s for ref, once_s, kept in self.gathers if kept or ref in read)
 
     @property
     def transient_bytes(self) -> int:
@@ -175,15 +183,15 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
     """The cost of the parameters of a class's first block."""
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
     gathered = unreduced = moved = 0
-    gather_s = again_s = sync_s = 0.0
+    gathers: list[tuple[Ref, float, bool]] = []
+    sync_s = 0.0
     for ref in block.parameters:
         source = setting.sources[ref.name]
         state = by_name[source.fqn]
         if state.level == 3:
             gathered += prices.local_bytes(ref, state.layout)
             once_s = _over_s(pricer, grid, CollectiveOp.ALL_GATHER, ref, state)
-            gather_s += once_s
-            again_s += once_s if ref in pricer.kept_parameters(block) else 0.0
+            gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
         if source.trainable:
             sync_s += _sync_s(pricer, grid, ref, state)
             moved += _optimizer_bytes(pricer, ref, state, prices)
@@ -195,8 +203,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         held=held_bytes(pricer, block, states, grid),
         gathered_bytes=gathered,
         unreduced_bytes=unreduced,
-        gather_s=gather_s,
-        gather_again_s=again_s,
+        gathers=tuple(gathers),
         sync_s=sync_s,
         optimizer_s=moved / pricer.device.memory_bandwidth_bytes_s,
     )

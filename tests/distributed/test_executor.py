@@ -16,6 +16,7 @@ from autopar.runtime.data import InputSpec
 from autopar.runtime.engine import Engine
 from autopar.runtime.parameters import ParameterSpec, ParameterStore
 from autopar.runtime.program import BoundarySpec, StageProgram
+from autopar.runtime.recompute import Recomputation
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.registry import build_schedule
 
@@ -465,16 +466,15 @@ def test_a_step_is_recorded_honestly(pool4):
 
 
 def check_recompute():
-    from autopar.runtime.program import recompute
-
     def first(w, ctx, received, inputs, setup):
-        x = comm.sum_gradient(inputs["x"], ctx.axes["tensor"])
-        return recompute(block, w, ctx, x)
+        def make_y(x, w):
+            y = torch.relu(x @ w["up.weight"].t())
+            y = kernels.dropout(y, 0.5, ctx, op=0, dims=((ctx.sample_offset, 6), (0, 1)))
+            return comm.sum_partial(y @ w["down.weight"].t(), ctx.axes["tensor"])
 
-    def block(w, ctx, x):
-        y = torch.relu(x @ w["up.weight"].t())
-        y = kernels.dropout(y, 0.5, ctx, op=0, dims=((ctx.sample_offset, 6), (0, 1)))
-        return (comm.sum_partial(y @ w["down.weight"].t(), ctx.axes["tensor"]) ** 2,)
+        x = comm.sum_gradient(inputs["x"], ctx.axes["tensor"])
+        with Recomputation() as again:
+            return (again(make_y, x, w) ** 2,)
 
     def loss(w, ctx, received, inputs, setup):
         (y,) = first(w, ctx, received, inputs, setup)

@@ -15,6 +15,7 @@ from autopar import local
 from autopar.compiler import PlanOptions, load_source, plan_source, write_program
 from autopar.ir.placement import Shard
 from autopar.jobs import Job, verify_job
+from autopar.plan.plan import Recompute
 from autopar.runtime.verify import TOLERANCE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -33,7 +34,7 @@ GRIDS = {
 }
 MODELS = ("mlp", "gpt_tiny", "llama_tiny", "hf_gpt2", "hf_llama")
 SCHEDULES = ("gpipe", "1f1b")
-RECOMPUTE = ("none", "all")
+RECOMPUTE = ("none", "selective", "all")
 MICRO_BATCHES = (1, 2, 3, 8)
 
 
@@ -59,7 +60,7 @@ class Case:
         return tuple((key, str(value)) for key, value in pins.items())
 
     def __str__(self):
-        recompute = "-recompute" if self.recompute == "all" else ""
+        recompute = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
         return (
             f"{self.model}-{self.grid}-{self.micro_batches}x-{self.schedule}{recompute}"
             f"-{self.precision}{f'-ep{self.expert}' if self.expert else ''}"
@@ -75,14 +76,14 @@ CASES = [
     Case("gpt_tiny", "dp4", 3, "1f1b", "none"),
     Case("llama_tiny", "dp4", 2, "1f1b", "all"),
     Case("hf_gpt2", "dp4", 8, "gpipe", "none"),
-    Case("hf_llama", "dp4", 2, "1f1b", "none"),
+    Case("hf_llama", "dp4", 2, "1f1b", "selective"),
     Case("mlp", "tp4", 2, "1f1b", "all"),
-    Case("gpt_tiny", "tp4", 8, "gpipe", "none"),
+    Case("gpt_tiny", "tp4", 8, "gpipe", "selective"),
     Case("llama_tiny", "tp4", 3, "1f1b", "all"),
     Case("hf_gpt2", "tp4", 1, "1f1b", "none"),
     Case("hf_llama", "tp4", 2, "gpipe", "all"),
     Case("mlp", "pp4", 8, "1f1b", "none"),
-    Case("gpt_tiny", "pp4", 3, "gpipe", "all"),
+    Case("gpt_tiny", "pp4", 3, "gpipe", "selective"),
     Case("llama_tiny", "pp4", 1, "1f1b", "all"),
     Case("hf_gpt2", "pp4", 2, "gpipe", "none"),
     Case("hf_llama", "pp4", 8, "1f1b", "all"),
@@ -90,9 +91,9 @@ CASES = [
     Case("gpt_tiny", "dp2tp2", 1, "1f1b", "all"),
     Case("llama_tiny", "dp2tp2", 8, "gpipe", "none"),
     Case("hf_gpt2", "dp2tp2", 2, "1f1b", "all"),
-    Case("hf_llama", "dp2tp2", 3, "1f1b", "none"),
+    Case("hf_llama", "dp2tp2", 3, "1f1b", "selective"),
     Case("mlp", "dp2pp2", 2, "gpipe", "all"),
-    Case("gpt_tiny", "dp2pp2", 8, "1f1b", "none"),
+    Case("gpt_tiny", "dp2pp2", 8, "1f1b", "selective"),
     Case("llama_tiny", "dp2pp2", 3, "1f1b", "none"),
     Case("hf_gpt2", "dp2pp2", 3, "gpipe", "all"),
     Case("hf_llama", "dp2pp2", 1, "1f1b", "all"),
@@ -100,11 +101,11 @@ CASES = [
     Case("gpt_tiny", "tp2pp2", 2, "1f1b", "all"),
     Case("llama_tiny", "tp2pp2", 8, "1f1b", "all"),
     Case("hf_gpt2", "tp2pp2", 3, "1f1b", "none"),
-    Case("hf_llama", "tp2pp2", 2, "gpipe", "none"),
+    Case("hf_llama", "tp2pp2", 2, "gpipe", "selective"),
     Case("mlp", "dp2tp2pp2", 8, "1f1b", "all"),
     Case("gpt_tiny", "dp2tp2pp2", 1, "gpipe", "none"),
     Case("llama_tiny", "dp2tp2pp2", 2, "1f1b", "none"),
-    Case("hf_gpt2", "dp2tp2pp2", 2, "1f1b", "all"),
+    Case("hf_gpt2", "dp2tp2pp2", 2, "1f1b", "selective"),
     Case("hf_llama", "dp2tp2pp2", 3, "gpipe", "all"),
     # Single precision: every grid once.
     Case("gpt_tiny", "dp4", 2, precision="fp32"),
@@ -233,7 +234,9 @@ def test_numbers_and_collectives_equal(pool, case, tmp_path):
         assert {c.phase for c in moved} >= {"forward", "backward"}
     assert plan.schedule == case.schedule
     assert plan.training.micro_batches == case.micro_batches
-    assert all(b.recompute == (case.recompute == "all") for s in plan.stages for b in s.blocks)
+    kinds = {b.recompute_kind for stage in plan.stages for b in stage.blocks} - {Recompute.NONE}
+    wanted = {"none": set(), "selective": {Recompute.SELECTIVE}, "all": {Recompute.FULL}}
+    assert kinds == wanted[case.recompute]
 
 
 @pytest.mark.parametrize("model", [*MODELS, "gpt_tiny_dropout", "hf_gpt2_dropout", "seven_blocks"])

@@ -20,6 +20,7 @@ from autopar.plan.plan import (
     PinPrice,
     Plan,
     Prediction,
+    RecomputePlan,
     StagePlan,
     TensorEntry,
     Training,
@@ -99,6 +100,9 @@ def _variants():
                 ),
                 NodeChoice(node="linear_1", inputs=((BATCH, Shard(2)), ROW), outputs=((BATCH, P),)),
             ),
+            recompute=(
+                RecomputePlan(name="full", steps=("rms_norm", "rms_norm as S(0) R*", "linear")),
+            ),
         ),
         Variant(
             name="head",
@@ -168,11 +172,11 @@ def _stage(index, blocks, parameters, memory):
 def _block(index):
     if index in (0, LAYERS + 1):
         name = "head" if index else "embed"
-        return BlockPlan(index=index, variant=name, recompute=False, module_path=name)
+        return BlockPlan(index=index, variant=name, recompute="none", module_path=name)
     return BlockPlan(
         index=index,
         variant="layer",
-        recompute=index <= LAYERS // 2,
+        recompute="full" if index <= LAYERS // 2 else "none",
         module_path=f"layers.{index - 1}",
     )
 

@@ -233,7 +233,10 @@ BAD_USAGE = [
     ((*PLAN, "--pin", "tensr=2"), "unknown pin 'tensr'; did you mean tensor"),
     ((*PLAN, "--pin", "colour=2"), "unknown pin 'colour'; known pins: pipeline, data, tensor"),
     ((*PLAN, "--pin", "schedule=fast"), "pin schedule=fast: expected one of gpipe, 1f1b"),
-    ((*PLAN, "--pin", "recompute=some"), "pin recompute=some: expected one of none, all"),
+    (
+        (*PLAN, "--pin", "recompute=some"),
+        "pin recompute=some: expected one of none, selective, all",
+    ),
     ((*PLAN, "--pin", "zero=3"), "pin zero=3: only zero=0"),
     ((*PLAN, "--pin", "weight:a=Q"), "pin weight:a=Q: not a placement: 'Q'"),
     ((*PLAN, "--pin", "data=2", "--pin", "data=4"), "pin data is given twice: 2 and 4"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 from autopar.codegen.traffic import micro_batch_counts, stage_collectives, totals
-from autopar.compiler import PlanOptions, plan_model
+from autopar.compiler import PlanOptions, load_source, plan_model, plan_source
 from autopar.ir.collective import Collective, CollectiveOp
 
 AR, SEND = CollectiveOp.ALL_REDUCE, CollectiveOp.SEND_RECV
@@ -74,6 +76,27 @@ def test_recomputed_blocks_communicate_twice_forward():
             ]
         )
     )
+
+
+def test_what_ends_a_block_communicates_once_though_all_is_recomputed():
+    """Of the two sums of a transformer layer, no backward of the layer reads the second."""
+    pins = (("tensor", "2"), ("micro_batches", "1"), ("recompute", "all"))
+    planned = plan_source(
+        load_source("gpt_tiny"), "local:2", PlanOptions(global_batch=2, pins=pins)
+    )
+    layers = [v.class_index for v in planned.plan.variants if len(v.choices) > 20]
+    (stage,) = planned.plan.stages
+    nodes = {
+        name
+        for block in planned.chain.blocks
+        if block.class_index in layers
+        for name in planned.chain.representative(block.class_index).nodes
+    }
+    moved = Counter()
+    for item in stage.collectives:
+        if item.op is AR and item.axes == ("tensor",) and item.value in nodes:
+            moved[item.phase] += item.count
+    assert moved["forward"] == 2 * moved["recompute"] > 0
 
 
 def test_stages_send_values_on_and_gradients_back():

@@ -10,7 +10,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.placement import P, R, Shard
 from autopar.plan.check import check_plan, plan_problems, shared_parameters
-from autopar.plan.plan import MeshAxis
+from autopar.plan.plan import MeshAxis, RecomputePlan
 from autopar.schedules.registry import SCHEDULES
 
 
@@ -55,6 +55,12 @@ def _collective(plan, **changes):
 def _memory(plan, activations):
     terms = dict(plan.stages[1].memory_bytes) | {"activations": activations}
     return _stage(plan, 1, memory_bytes=tuple(terms.items()))
+
+
+def _again(plan, **fields):
+    embed, layer, head = plan.variants
+    layer = replace(layer, recompute=(RecomputePlan(**fields),))
+    return replace(plan, variants=(embed, layer, head))
 
 
 GIB = 2**30
@@ -169,6 +175,19 @@ ONE_PROBLEM = {
     "variant unused": (
         lambda p: replace(p, variants=(*p.variants, replace(p.variants[0], name="spare"))),
         "variant spare: run by no block",
+    ),
+    "recompute unknown": (
+        lambda p: _block(p, recompute="selective"),
+        "block 3: recompute: expected one of none, full, which variant layer has, found "
+        "'selective'",
+    ),
+    "recompute of another op": (
+        lambda p: _again(p, name="full", steps=("linear", "softmax")),
+        "variant layer: recompute full: 'softmax' is neither an op of the variant nor a move",
+    ),
+    "recompute twice": (
+        lambda p: _again(p, name="full", steps=("linear", "linear")),
+        "variant layer: recompute full: 'linear' is listed 2 times",
     ),
     "variant twice": (
         lambda p: replace(p, variants=(*p.variants, p.variants[0])),

@@ -159,7 +159,7 @@ BAD_FIELDS = [
     (_set(["schedule"], None), "schedule: expected a string, found null"),
     (
         _set(["stages", 0, "blocks", 1, "recompute"], 1),
-        "stages[0].blocks[1].recompute: expected a boolean, found 1",
+        "stages[0].blocks[1].recompute: expected a string, found 1",
     ),
     (_set(["stages"], {}), "stages: expected an array, found an object of 0 fields"),
     (_set(["axes", 0], 7), "axes[0]: expected an object (MeshAxis), found 7"),

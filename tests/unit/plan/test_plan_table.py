@@ -97,7 +97,10 @@ def test_a_plan_of_nothing_much_has_a_table(sample_plan):
         replace(p, layout=())
         for p in {p.fqn: p for s in sample_plan.stages for p in s.parameters}.values()
     )
-    variants = tuple(replace(v, choices=()) for v in sample_plan.variants)
+    variants = tuple(
+        replace(v, choices=(), recompute=tuple(replace(r, steps=()) for r in v.recompute))
+        for v in sample_plan.variants
+    )
     stage = replace(
         sample_plan.stages[0],
         ranks=(0,),
@@ -148,7 +151,7 @@ def test_techniques_of_the_sample(sample_plan):
         "data parallelism over data 2: parameters replicated, gradients summed",
         "tensor parallelism over tensor 2: column-parallel linear x7, row-parallel linear x6, "
         "vocabulary-parallel embedding x1",
-        "activation recomputation in 3 of 8 blocks",
+        "full activation recomputation (3 of 8 blocks)",
         "embed.weight on stages 0, 1, its gradients summed between them",
     )
 
@@ -298,8 +301,8 @@ def test_diff_names_stages_ops_and_collectives(sample_plan):
         ),
     )
     lines = [" ".join(line.split()) for line in diff_plans(sample_plan, moved).splitlines()]
-    assert "0 a 0-3 0-3 1-3 12.5 GiB" in lines
-    assert "0 b 0-2 0-3 1-2 12.5 GiB" in lines
+    assert "0 a 0-3 0-3 1-3 full 12.5 GiB" in lines
+    assert "0 b 0-2 0-3 1-2 full 12.5 GiB" in lines
     assert "embedding of class 0: data S(0) tensor P(sum) -> data S(0) tensor S(2)" in lines
     assert "all_reduce tensor forward 48 -> 24 768 KiB -> 384 KiB" in lines
 

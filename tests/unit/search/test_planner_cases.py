@@ -26,6 +26,7 @@ from autopar.ir.placement import R_STAR, R, Shard, largest_shape
 from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.check import check_plan
+from autopar.plan.plan import Recompute
 from autopar.plan.serialize import from_json, to_json
 from autopar.rules import axis_strategies
 from autopar.schedules.closed_form import PERIODS, flush_step_lower_bound_s, flush_step_s
@@ -172,7 +173,7 @@ def test_no_plan_is_predicted_to_exceed_the_limit(cluster, pins, share):
     blocks = [block for stage in planned.plan.stages for block in stage.blocks]
     assert (
         planned.plan.training.micro_batches > 1
-        or any(block.recompute for block in blocks)
+        or any(block.recompute_kind is not Recompute.NONE for block in blocks)
         or planned.plan.num_devices > 1
     )
 
@@ -660,7 +661,9 @@ def test_pins_are_honoured_exactly_and_have_a_price():
     assert (found.pipeline, found.axis("data"), found.axis("tensor")) == (2, 1, 2)
     assert (found.training.micro_batch, found.training.micro_batches) == (2, 4)
     assert found.schedule == "gpipe"
-    assert all(block.recompute for stage in found.stages for block in stage.blocks)
+    blocks = [block for stage in found.stages for block in stage.blocks]
+    kinds = {block.recompute_kind for block in blocks if block.module_path.startswith("blocks.")}
+    assert kinds == {Recompute.FULL}
     assert found.stages[1].blocks[0].module_path == "blocks.1"
     placed = layouts(found)
     assert placed["blocks.0.feed_forward.up.weight"] == Shard(1)

@@ -562,7 +562,7 @@ def test_pins_are_parsed_and_listed_in_a_fixed_order():
         ([("weight:a", "R*")], r"weight:a=R\*: a parameter is stored as R or S"),
         ([("data", "0")], "data=0: expected a whole number of at least 1"),
         ([("zero", "4")], "zero=4: expected one of 0, 1, 2, 3"),
-        ([("recompute", "some")], "recompute=some: expected one of none, all"),
+        ([("recompute", "some")], "recompute=some: expected one of none, selective, all"),
         ([("pipline", "2")], "unknown pin 'pipline'; did you mean pipeline?"),
         ([("q", "2")], "known pins: pipeline, data, context, tensor"),
     ],
