@@ -16,7 +16,7 @@ from autopar.runtime.gather import ShardedWeight
 from autopar.runtime.initialize import initialize
 from autopar.runtime.parameters import ParameterSpec, ParameterStore
 from autopar.runtime.program import StageProgram
-from autopar.runtime.program import recompute as run_again
+from autopar.runtime.recompute import Recomputation
 from autopar.schedules.registry import build_schedule
 
 WIDTHS = (6, 7, 10)
@@ -50,8 +50,14 @@ def gathering(stage, store, *, recompute=False):
                 whole[name] = comm.gather_weight(weight, split.axis, split.dim, split.size)
         return stage.forward(whole, *args)
 
-    def forward(w, *args):
-        return run_again(block, w, *args) if recompute else block(w, *args)
+    def forward(w, ctx, received, inputs, setup):
+        def make_results(*received):
+            return block(w, ctx, received, inputs, setup)
+
+        if not recompute:
+            return make_results(*received)
+        with Recomputation() as again:
+            return again(make_results, *received)
 
     return replace(stage, forward=forward)
 
