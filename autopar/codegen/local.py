@@ -45,6 +45,7 @@ class LocalNode:
 
 
 CAUSAL_ROWS = "causal_rows"
+RING_ATTENTION = "ring_attention"
 
 _VALUE_OPS = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "remainder", "floor_divide"))
 _VALUE_OPS |= frozenset(("clamp", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill", "fill"))
@@ -156,6 +157,17 @@ def _kernel_attention(local: LocalNode, call: Call) -> str:
     return f"kernels.attention({', '.join([*call.args[:3], *shown])})"
 
 
+def _ring_attention(local: LocalNode, call: Call) -> str:
+    axis = local.kernel_axis(RING_ATTENTION)
+    spec = local.specs[local.node.inputs()[1]]
+    placement = local.choice.inputs[1][local.mesh.axes.index(axis)]
+    shown = [axis, str(spec.shape[-2].const)]
+    shown += [str(placement.pieces)] if isinstance(placement, Shard) and placement.pieces else []
+    shown += [f"is_causal={call.arg(5, 'is_causal', 'False')}"]
+    shown += [f"{key}={call.kwargs[key]}" for key in ("scale", "enable_gqa") if key in call.kwargs]
+    return f"kernels.ring_attention({', '.join([*call.args[:3], *shown])})"
+
+
 def _vocab_embedding(local: LocalNode, call: Call) -> str:
     axis = local.kernel_axis("vocab_embedding")
     rows = local.specs[local.node.inputs()[0]].shape[0].const
@@ -218,6 +230,8 @@ def _print_node(local: LocalNode, call: Call) -> str:
     if local.random_index is not None:
         printer = _kernel_attention if node.op.endswith("attention") else _random_dropout
         return printer(local, call)
+    if RING_ATTENTION in local.kernels:
+        return _ring_attention(local, call)
     if CAUSAL_ROWS in local.kernels:
         return _kernel_attention(local, call)
     return print_call(call) if local.split is None else _split_product(local.split, call)

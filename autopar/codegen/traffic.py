@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from math import prod
 
 from autopar.codegen.model import ModelView
@@ -171,7 +172,10 @@ def _inner(
             layout = choice.inputs[inner.like_input]
             nbytes = inner.nbytes(_local(view, view.specs[ref], layout, whole_batch, at))
             if nbytes:
-                yield _collective(inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name)
+                item = _collective(
+                    inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name
+                )
+                yield from repeat(item, inner.count(view.mesh.sizes[axis]))
 
 
 def _local(

@@ -16,7 +16,8 @@ class InnerCollective:
     """Communication inside a kernel: a tensor shaped like the local part of input `like_input`.
 
     `phase` is `forward` or `backward`; `dtype` that of the message. The message has `times` as many
-    elements as the input, or just `numel` where that is given.
+    elements as the input, or just `numel` where that is given. `turns` tells how often it runs on
+    an axis of `n` ranks: once (0), or `n - 1` (1) or `n` (2) times, as messages that go round.
     """
 
     op: CollectiveOp
@@ -25,11 +26,16 @@ class InnerCollective:
     dtype: str
     times: int = 1
     numel: int | None = None
+    turns: int = 0
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of the message, given the local shape of the input."""
         count = prod(shape) * self.times if self.numel is None else self.numel
         return count * DTYPE_BYTES[self.dtype]
+
+    def count(self, size: int) -> int:
+        """How often it runs on an axis of `size` ranks."""
+        return 1 if self.turns == 0 else size - 2 + self.turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

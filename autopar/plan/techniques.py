@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.collective import CollectiveOp
-from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.mesh import BATCH_AXES, CONTEXT
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.plan.check import shared_parameters
 from autopar.plan.pipeline import pipeline_text
@@ -23,8 +23,8 @@ from autopar.plan.zero import zero_shard
 
 _MATMULS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "einsum"})
 _EMBEDDINGS = frozenset({"embedding"})
-_NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm"})
 _ATTENTION = frozenset({"scaled_dot_product_attention"})
+_HEADS = 1
 _VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "unsqueeze", "expand", "slice", "chunk", "split"}
     | {"getitem", "select", "contiguous", "to", "alias", "flatten", "unflatten", "squeeze", "t"}
@@ -137,21 +137,70 @@ def _steps_again(variant: Variant, name: str) -> str:
 
 def _axis_techniques(plan: Plan, index: int) -> Iterator[str]:
     axis = plan.axes[index]
-    weights = [p for stage in plan.stages for p in stage.parameters if len(p.layout) > index]
-    if axis.name in BATCH_AXES or not any(isinstance(p.layout[index], Shard) for p in weights):
-        outputs = {layout[index] for c in _choices(plan) for layout in c.outputs}
-        samples = Shard(0) in outputs
-        kind = "data parallelism" if samples else "replication"
-        sharded = any(p.zero == 3 and isinstance(p.stored[index], Shard) for p in weights)
-        what = "samples split" if sharded else "parameters replicated"
-        yield f"{kind} over {axis.name} {axis.size}: {what}, gradients summed"
+    if axis.splits_samples:
+        yield from _data_parallelism(plan, index)
         yield from _expert_parallelism(plan, index)
+    elif axis.name == CONTEXT:
+        yield f"context parallelism over {axis.name} {axis.size}: {_meeting_keys(plan, index)}"
+    else:
+        yield from _tensor_axis(plan, index)
+
+
+def _data_parallelism(plan: Plan, index: int) -> Iterator[str]:
+    axis = plan.axes[index]
+    weights = _weights(plan, index)
+    sharded = any(p.zero == 3 and isinstance(p.stored[index], Shard) for p in weights)
+    what = "samples split" if sharded else "parameters replicated"
+    yield f"data parallelism over {axis.name} {axis.size}: {what}, gradients summed"
+
+
+def _tensor_axis(plan: Plan, index: int) -> Iterator[str]:
+    axis = plan.axes[index]
+    if any(isinstance(p.layout[index], Shard) for p in _weights(plan, index)):
+        yield from _tensor_parallelism(plan, index)
+        yield from _activations(plan, index)
+        names = _replicated_weights(plan, index)
+        if names:
+            yield f"replicated over {axis.name}: {', '.join(names)}"
         return
-    yield from _tensor_parallelism(plan, index)
-    yield from _activations(plan, index)
-    names = _replicated_weights(plan, index)
-    if names:
-        yield f"replicated over {axis.name}: {', '.join(names)}"
+    outputs = {layout[index] for c in _choices(plan) for layout in c.outputs}
+    if any(isinstance(placement, Shard) for placement in outputs):
+        yield (
+            f"sequence parallelism over {axis.name} {axis.size}, weights replicated: "
+            f"{_meeting_keys(plan, index)}"
+        )
+    else:
+        yield f"replication over {axis.name} {axis.size}: every rank does the same"
+
+
+def _weights(plan: Plan, index: int) -> list[ParameterPlan]:
+    return [p for stage in plan.stages for p in stage.parameters if len(p.layout) > index]
+
+
+def _meeting_keys(plan: Plan, index: int) -> str:
+    """How the queries of an axis that splits the sequence meet all keys."""
+    found: Counter[str] = Counter()
+    runs = Counter(block.variant for stage in plan.stages for block in stage.blocks)
+    for variant in plan.variants:
+        for choice in variant.choices:
+            kind = _attention_kind(choice, index)
+            if kind:
+                found[kind] += runs[variant.name]
+    listed = ", ".join(f"{kind} x{count}" for kind, count in sorted(found.items()))
+    order = ", sequence dealt out in zig-zag" if plan.axes[index].zigzag else ""
+    return (listed or "activations split along the sequence") + order
+
+
+def _attention_kind(choice: NodeChoice, index: int) -> str:
+    """Attention on one axis, by what of `[batch, heads, sequence, head dim]` is split."""
+    if op_stem(choice.node) not in _ATTENTION or len(choice.inputs) < 3:
+        return ""
+    query, key = (layout[index] for layout in choice.inputs[:2])
+    if not isinstance(query, Shard):
+        return ""
+    if query.dim == _HEADS:
+        return "all-to-all between sequence and heads (Ulysses)"
+    return "ring attention" if isinstance(key, Shard) else "attention with gathered keys and values"
 
 
 def _expert_parallelism(plan: Plan, index: int) -> Iterator[str]:
@@ -229,7 +278,7 @@ def _op_technique(choice: NodeChoice, index: int) -> str:
         return "vocabulary-parallel embedding" if summed else "hidden-parallel embedding"
     if stem in _MATMULS:
         return _matmul_technique(inputs, outputs[0])
-    if stem in _ATTENTION and inputs and all(p == Shard(1) for p in inputs[:3]):
+    if stem in _ATTENTION and inputs and all(p == Shard(_HEADS) for p in inputs[:3]):
         return "attention split by heads"
     return ""
 
@@ -244,18 +293,25 @@ def _matmul_technique(inputs: list[Placement], output: Placement) -> str:
 
 
 def _activations(plan: Plan, index: int) -> Iterator[str]:
-    name = plan.axes[index].name
-    norms = [choice for choice in _choices(plan) if op_stem(choice.node) in _NORMS]
-    if any(choice.outputs and choice.outputs[0][index] == Shard(1) for choice in norms):
-        yield f"sequence parallelism over {name}: norms run on shards of the sequence"
+    axis = plan.axes[index]
+    if axis.sequence:
+        yield (
+            f"sequence parallelism (Megatron) over {axis.name} {axis.size}: norms, dropout and "
+            "residuals on shards of the sequence, all-gather and reduce-scatter for all-reduce"
+        )
         return
     scattered = any(
-        item.op is CollectiveOp.REDUCE_SCATTER and item.phase == "forward" and name in item.axes
+        item.op is CollectiveOp.REDUCE_SCATTER
+        and item.phase == "forward"
+        and axis.name in item.axes
         for stage in plan.stages
         for item in stage.collectives
     )
     if scattered:
-        yield f"activations scattered over {name} between ops (reduce-scatter, all-gather)"
+        yield (
+            f"sequence parallelism over {axis.name} {axis.size} inside blocks: activations between "
+            "products on shards (reduce-scatter, all-gather)"
+        )
 
 
 def _replicated_weights(plan: Plan, index: int) -> list[str]:

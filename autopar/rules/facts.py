@@ -11,13 +11,11 @@ from autopar.ir.mesh import CONTEXT, MeshAxis
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.attention import CAUSAL_ROWS
 from autopar.rules.batch import batch_axis
-from autopar.rules.context import along_sequence
+from autopar.rules.context import ATTENTION, along_sequence, ring_attention
 from autopar.rules.expert_axis import ExpertStrategy, expert_strategies
 from autopar.rules.pieces import piece_hints
 from autopar.rules.registry import axis_strategies
 from autopar.rules.sequence import sequence_dims
-
-ATTENTION = "aten.scaled_dot_product_attention"
 
 STRATEGY_BATCH = 2
 """Samples for which the strategies of the axes that do not split samples are listed.
@@ -100,7 +98,7 @@ class GraphFacts:
             sequence=self.sequence,
             parameters=self.parameters,
         )
-        return tuple(fitting)
+        return (*fitting, *ring_attention(node, axis, self.specs, self.sequence))
 
     @cached_property
     def parameters(self) -> frozenset[Ref]:

@@ -29,6 +29,7 @@ from autopar.runtime.experts import (
     route,
     to_experts,
 )
+from autopar.runtime.ring import ring_attention
 from autopar.runtime.vocab import vocab_cross_entropy, vocab_embedding
 from autopar.runtime.weight_gradients import addmm, bmm, embedding, linear, matmul
 
@@ -176,6 +177,7 @@ __all__ = [
     "linear",
     "matmul",
     "partial_mean",
+    "ring_attention",
     "route",
     "route_exchange",
     "to_experts",

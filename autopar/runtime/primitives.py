@@ -142,3 +142,31 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = size - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+Arriving = Callable[[], list[Tensor]]
+"""Waits for messages under way and gives what arrived."""
+
+
+def pass_on(tensors: Sequence[Tensor], axis: AxisGroup, *, backward: bool = False) -> Arriving:
+    """Send tensors to the next rank of the axis, and take those of the rank before, of the same
+    shapes, all at once; the first rank follows the last."""
+    if axis.group is None:
+        return lambda: list(tensors)
+    sent = [x.detach().contiguous() for x in tensors]
+    taken = [torch.empty_like(x) for x in sent]
+    ahead, behind = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    ops = []
+    for out, into in zip(sent, taken, strict=True):
+        axis.recorder.note(CollectiveOp.SEND_RECV, out.nbytes, axis.axes, backward=backward)
+        ops.append(dist.P2POp(dist.isend, _wire(out), ahead, group=axis.group))
+        ops.append(dist.P2POp(dist.irecv, _wire(into), behind, group=axis.group))
+    works = dist.batch_isend_irecv(ops)
+
+    def arrive() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        del sent[:]
+        return taken
+
+    return arrive

@@ -16,8 +16,9 @@ RECOMPUTE = ("none", "selective", "all")
 """`selective`: some ops of a block, never whole blocks."""
 ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
-CHOICES = ("schedule", "sequence", "recompute", "zero")
-KEYS = (*DEGREES, "schedule", "sequence", "recompute", "zero", "weight:NAME", "boundary")
+ATTENTION = ("gather", "ring", "heads")
+CHOICES = ("schedule", "sequence", "attention", "recompute", "zero")
+KEYS = (*DEGREES, *CHOICES, "zero", "weight:NAME", "boundary")
 _SHOWN = 8
 
 
@@ -28,8 +29,9 @@ class Pins:
     `data` is the data-parallel degree in all, `shard` the part of it on the inner axis; `expert`
     is the degree by which experts are split over ranks that split samples, 1 for none; `chunks`
     the number of stages of a pipeline rank. `sequence` tells whether the tensor axis splits the
-    sequence between blocks. `zero` is the ZeRO level of all blocks; parameters of several blocks
-    are at most level 1.
+    sequence between blocks, `attention` how queries meet keys on the context axis: keys gathered,
+    sent round a ring, or heads exchanged for sequence. `zero` is the ZeRO level of all blocks;
+    parameters of several blocks are at most level 1.
 
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
     module paths that must start a stage.
@@ -43,6 +45,7 @@ class Pins:
     context: int | None = None
     tensor: int | None = None
     sequence: str | None = None
+    attention: str | None = None
     micro_batches: int | None = None
     micro_batch: int | None = None
     schedule: str | None = None
@@ -84,6 +87,7 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
         "schedule": _one_of(tuple(schedules)),
         "recompute": _one_of(RECOMPUTE),
         "sequence": _one_of(SEQUENCE),
+        "attention": _one_of(ATTENTION),
         "zero": lambda key, value: int(_one_of(ZERO)(key, value)),
     }
     for key, value in pairs:

@@ -22,6 +22,7 @@ from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
+from autopar.rules.context import ATTENTION, attention_kind, whole_keys
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
@@ -111,6 +112,8 @@ class Pricer:
         if axis.splits_samples:
             return self._honour_expert_pin(axis, found)
         degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
+        if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
+            return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found
         if degree != axis.size or node.op not in HEAVY_OPS:
             return found
         return tuple(s for s in found if self.splits_work(node, s)) or found
@@ -198,7 +201,7 @@ class Pricer:
             node,
             input_shapes=tuple(
                 prices.local_shape(ref, layout)
-                for ref, layout in zip(inputs, option.inputs, strict=True)
+                for ref, layout in zip(inputs, whole_keys(node, option.inputs, specs), strict=True)
             ),
             input_dtypes=tuple(specs[ref].dtype for ref in inputs),
             output_shapes=tuple(

@@ -89,12 +89,13 @@ class Prices:
     def inner_s(self, node: OpNode, option: Option) -> tuple[float, float]:
         """Forward and backward seconds of the collectives inside a node's kernel."""
         totals = {"forward": 0.0, "backward": 0.0}
-        for axis, strategy in zip(self.names, option.strategies, strict=True):
+        for axis, size, strategy in zip(self.names, self.sizes, option.strategies, strict=True):
             for inner in strategy.collectives:
                 ref = node.inputs()[inner.like_input]
                 shape = self.local_shape(ref, option.inputs[inner.like_input])
                 nbytes = inner.nbytes(shape)
-                totals[inner.phase] += self.collective(inner.op, nbytes, axis)
+                seconds = self.collective(inner.op, nbytes, axis)
+                totals[inner.phase] += inner.count(size) * seconds
         return totals["forward"], totals["backward"]
 
     def sync_s(self, ref: Ref, layout: Layout) -> float:

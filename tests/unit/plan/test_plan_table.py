@@ -10,6 +10,7 @@ import pytest
 
 from autopar.errors import InputError
 from autopar.ir.collective import Collective, CollectiveOp
+from autopar.ir.mesh import stage_mesh
 from autopar.ir.placement import R_STAR, P, R, Shard
 from autopar.ir.size import Size
 from autopar.plan.check import check_plan
@@ -204,15 +205,33 @@ def test_other_ops_have_none(sample_plan, node, inputs, output):
     )
 
 
-def test_sequence_parallelism_is_seen_in_the_norms(sample_plan):
-    norm = NodeChoice(
-        node="rms_norm",
-        inputs=((Shard(0), Shard(1)), (R, R_STAR)),
-        outputs=((Shard(0), Shard(1)),),
+def test_megatron_sequence_parallelism_is_named(sample_plan):
+    data, tensor = sample_plan.axes
+    plan = replace(sample_plan, axes=(data, replace(tensor, sequence=True)))
+    named = "sequence parallelism (Megatron) over tensor 2: "
+    assert any(line.startswith(named) for line in techniques(plan))
+    assert not any(line.startswith(named) for line in techniques(sample_plan))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "kind"),
+    [
+        (Shard(2), R_STAR, "attention with gathered keys and values x1"),
+        (Shard(2), Shard(2), "ring attention x1"),
+        (Shard(1), Shard(1), "all-to-all between sequence and heads (Ulysses) x1"),
+        (R, R, "activations split along the sequence"),
+    ],
+)
+def test_context_parallelism_says_how_queries_meet_keys(sample_plan, query, key, kind):
+    axes = stage_mesh(data=2, context=2, zigzag=True)[:2]
+    whole = _parameters(sample_plan, embed=(R, R), up=(R, R), down=(R, R))
+    inputs = tuple((R, placement) for placement in (query, key, key))
+    attention = NodeChoice(
+        node="scaled_dot_product_attention_1", inputs=inputs, outputs=((R, query),)
     )
-    line = "sequence parallelism over tensor: norms run on shards of the sequence"
-    assert line in techniques(_layer(sample_plan, norm))
-    assert line not in techniques(sample_plan)
+    lines = techniques(_layer(replace(whole, axes=axes), attention))
+    line = f"context parallelism over context 2: {kind}, sequence dealt out in zig-zag"
+    assert line in lines
 
 
 def test_scattered_activations_are_seen_in_the_collectives(sample_plan):
@@ -220,7 +239,10 @@ def test_scattered_activations_are_seen_in_the_collectives(sample_plan):
         op=CollectiveOp.REDUCE_SCATTER, nbytes=8, axes=("tensor",), phase="forward", value="x"
     )
     plan = _changed_stage(sample_plan, 0, collectives=(scatter,))
-    line = "activations scattered over tensor between ops (reduce-scatter, all-gather)"
+    line = (
+        "sequence parallelism over tensor 2 inside blocks: activations between products on shards "
+        "(reduce-scatter, all-gather)"
+    )
     assert line in techniques(plan) and line not in techniques(sample_plan)
 
 
