@@ -216,9 +216,9 @@ def test_megatron_sequence_parallelism_is_named(sample_plan):
 @pytest.mark.parametrize(
     ("query", "key", "kind"),
     [
-        (Shard(2), R_STAR, "attention with gathered keys and values x1"),
-        (Shard(2), Shard(2), "ring attention x1"),
-        (Shard(1), Shard(1), "all-to-all between sequence and heads (Ulysses) x1"),
+        (Shard(2), R_STAR, "attention with gathered keys and values x6"),
+        (Shard(2), Shard(2), "ring attention x6"),
+        (Shard(1), Shard(1), "all-to-all between sequence and heads (Ulysses) x6"),
         (R, R, "activations split along the sequence"),
     ],
 )
