@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from autopar.codegen.traffic import totals
 from autopar.plan.plan import Recompute
-from autopar.runtime.executor import _HANDLERS, _K, _Run
+from autopar.runtime.executor import _HANDLERS
+from autopar.schedules.action import ActionKind
 
 pytestmark = pytest.mark.distributed
 
@@ -111,14 +112,14 @@ def step(name, pins):
     own = [entry.local for entry in store.entries.values()]
     held = {tensor.untyped_storage()._cdata for tensor in (*own, *batch.values())}
     found = []
-    backward = _Run.backward
+    backward = _HANDLERS[ActionKind.BACKWARD]
 
     def watch(run, action):
         found.append(settled(made, held))
         backward(run, action)
 
     recorder = parallel.program.world.recorder
-    with mock.patch.dict(_HANDLERS, {_K.BACKWARD: watch}):
+    with mock.patch.dict(_HANDLERS, {ActionKind.BACKWARD: watch}):
         recorder.start()
         with Made() as made:
             loss = parallel.backward_step(batch)
