@@ -1,5 +1,7 @@
 """Small fp64 models and batches, each with what one published failure needs to show itself."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -270,3 +272,58 @@ def vocabulary_batch(vocab, samples=4, seq=5):
     batch["ids"][0, 0] = batch["ids"][3, 4] = batch["labels"][2, 2] = vocab - 1
     batch["labels"][1, 1:] = -100
     return batch
+
+
+class Adapted(nn.Module):
+    """A tied vocabulary around a frozen linear with a trained low-rank update, and a norm."""
+
+    def __init__(self, vocab=12, hidden=8):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.adapted = LowRank(hidden)
+        self.up, self.down = nn.Linear(hidden, 16), nn.Linear(16, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels):
+        x = torch.tanh(self.adapted(self.embed(ids)))
+        x = self.norm(x + self.down(torch.tanh(self.up(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class MultiHead(nn.Module):
+    """torch's own attention on one packed projection, with padding, with or without weights."""
+
+    def __init__(self, need_weights, p=0.0):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, dropout=p, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x, y, pad):
+        out, weights = self.attention(x, x, x, key_padding_mask=pad, need_weights=self.need_weights)
+        loss = F.mse_loss(x + out, y)
+        if weights is not None:
+            loss = loss + weights.square().mean()
+        return {"loss": loss, "out": out, "weights": weights}
+
+
+class EncoderLayers(nn.Module):
+    """torch's own encoder layers, norms after or before."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, 16, 4, 32, dropout=p, batch_first=True)
+        self.post, self.pre = layer(), layer(norm_first=True, activation="gelu")
+
+    def forward(self, x, y, pad):
+        out = self.post(x, src_key_padding_mask=pad)
+        out = self.pre(out, src_key_padding_mask=pad)
+        return {"loss": F.mse_loss(out, y), "out": out}
+
+
+def padded_batch(samples=5, seq=5, size=16):
+    """Samples of 5 tokens, the second of which has two that are padding."""
+    pad = torch.zeros(samples, seq, dtype=torch.bool)
+    pad[1, 3:] = True
+    return regression(samples, size, seq=(seq,)) | {"pad": pad}

@@ -213,3 +213,26 @@ def check_clipping(pins):
         norms.append(float(norm))
     both.same_weights()
     return norms
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_multi_head_attention_of_torch(pool2, p):
+    """`nn.MultiheadAttention` and `nn.TransformerEncoderLayer` needed replacing, or raised mixed
+    tensors (pytorch/PiPPy#477, pytorch/pytorch#99432). Their packed projection is cut per block of
+    heads, with and without attention weights, in training and evaluation."""
+    pool2.run(check_multi_head, p)
+
+
+def check_multi_head(p):
+    packed = "S(0:16|16|16)"
+    for need_weights in (False, True):
+        model = partial(models.MultiHead, need_weights, p)
+        both = train_beside(model, models.padded_batch(), TP2 | {"micro_batches": 2})
+        assert both.layout("attention.in_proj_weight") == packed
+        assert both.layout("attention.in_proj_bias") == packed
+        assert both.layout("attention.out_proj.weight") in ("S(0)", "S(1)")
+    both = train_beside(partial(models.EncoderLayers, p), models.padded_batch(), TP2)
+    for layer in ("post", "pre"):
+        assert both.layout(f"{layer}.self_attn.in_proj_weight") == packed
+        assert both.layout(f"{layer}.self_attn.out_proj.weight") == "S(1)"
+        assert both.layout(f"{layer}.linear1.weight") == "S(0)"
