@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.capture.arguments import op_overload
+from autopar.capture.norms import BATCH_NORM
 from autopar.ir.graph import Arg, OpGraph, OpNode, Ref
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -14,7 +15,7 @@ MODE_ARGS: dict[str, tuple[str, ...]] = {
     "aten.feature_dropout.default": ("train",),
     "aten.alpha_dropout.default": ("train",),
     ATTENTION: ("dropout_p",),
-    "aten.batch_norm.default": ("training",),
+    "aten.batch_norm.default": ("training", "cudnn_enabled"),
     "aten.instance_norm.default": ("use_input_stats",),
 }
 """The arguments that tell training from evaluation."""
@@ -67,7 +68,7 @@ def _canonical(graph: OpGraph) -> Iterator[tuple[OpNode, object]]:
     """Each node with a form that is equal for equal nodes; the results come last."""
     names: dict[Ref, Ref] = {}
     count, last = 0, None
-    for node in graph.nodes:
+    for node in map(_without_state, graph.nodes):
         if node.target in MEMORY_ONLY or node.target == DROPOUT:
             source = node.inputs()[0]
             names[Ref(node.name)] = names.get(source, source)
@@ -81,6 +82,15 @@ def _canonical(graph: OpGraph) -> Iterator[tuple[OpNode, object]]:
     if last is not None:
         results = (graph.loss, *graph.outputs)
         yield last, tuple(_renamed(ref, names) for ref in results)
+
+
+def _without_state(node: OpNode) -> OpNode:
+    """A batch norm of training as the op of evaluation, which updates nothing."""
+    if node.target != BATCH_NORM:
+        return node
+    tensors, (_, momentum, eps) = node.args[:5], node.args[5:]
+    args = (*tensors, True, momentum, eps, False)
+    return replace(node, target="aten.batch_norm.default", args=args)
 
 
 def _mode_free(node: OpNode) -> tuple[Arg, ...]:

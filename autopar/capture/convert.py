@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, fx
 
-from autopar.capture import arguments, writes
+from autopar.capture import arguments, norms, writes
 from autopar.capture.aliases import Aliases
 from autopar.capture.emit import Emitter, Value, module_path
 from autopar.capture.flatten import FlatGraph, Step
@@ -50,6 +50,7 @@ class _Converter:
     ) -> None:
         self.emitter = Emitter(flat, sources, sizes)
         self._aliases = Aliases(flat, [flat.resolve(node) for node in outputs])
+        self._counters = norms.Counters()
 
     def run(self) -> None:
         for position, step in enumerate(self.emitter.flat.steps):
@@ -58,6 +59,8 @@ class _Converter:
             except CaptureError as error:
                 _fail(step.node, str(error))
             self._aliases.add(step.node)
+        if (left := self._counters.unused()) is not None:
+            _fail(left, f"{left.target} writes to a buffer; {norms.STATE_REMEDY}")
 
     def _convert(self, step: Step, position: int) -> None:
         node, op = step.node, step.node.target
@@ -68,11 +71,34 @@ class _Converter:
         elif not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{op} is not an op that can be planned")
         elif writes.is_write(op):
+            if self._counts(op, node, position):
+                return
             writes.write(self.emitter, self._aliases, step, op, position)
         else:
             bound = self.emitter.bind(op, node)
-            writes.refuse_running_statistics(op, bound)
+            norms.refuse_running_statistics(op, bound)
+            if norms.is_batch_norm(op, bound):
+                (output,) = self._output_specs(node)
+                self.emitter.values[node] = norms.batch_norm(
+                    self.emitter, self._counters, step, bound, output
+                )
+                return
             self.emitter.values[node] = self._simplified(step, op, bound)
+
+    def _counts(self, op: torch._ops.OpOverload, node: fx.Node, position: int) -> bool:
+        """Whether an in-place op counts a norm's batches: the norm does that then."""
+        flat = self.emitter.flat
+        counter = flat.resolve(writes.written_node(op, node))
+        same = {*self._aliases.of(counter), node}
+        later = [step.node for step in flat.steps[position + 1 :]]
+        reads = [other for other in later if same & set(flat.inputs(other))]
+        read = any(self._aliases.read_after(other, len(flat.steps) - 1) for other in same) or any(
+            other.target is not op or flat.resolve(writes.written_node(op, other)) not in same
+            for other in reads
+        )
+        if counted := self._counters.add(self.emitter, op, node, read_later=read):
+            self.emitter.values[node] = self.emitter.ref(counter)
+        return counted
 
     def _pick(self, node: fx.Node) -> None:
         source, index = node.args

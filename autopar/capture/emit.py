@@ -56,15 +56,26 @@ class Emitter:
     ) -> tuple[Ref, ...]:
         """Add a node made for `step`; returns its outputs."""
         args, kwargs = arguments.unbind(op, bound)
-        inputs = refs_in(tuple(bound.values()))
+        return self.add(step, str(op), args, kwargs, outputs)
+
+    def add(
+        self,
+        step: Step,
+        target: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> tuple[Ref, ...]:
+        """Add a node by the name of its op; returns its outputs."""
+        inputs = refs_in((*args, *(value for _, value in kwargs)))
         node = OpNode(
             name=self._unique_name(step.node.name),
-            target=str(op),
+            target=target,
             args=args,
             kwargs=kwargs,
             outputs=outputs,
             requires_grad=step.grad
-            and _passes_gradient(str(op))
+            and _passes_gradient(target)
             and any(spec.is_floating for spec in outputs)
             and any(ref in self._differentiable for ref in inputs),
             module_path=module_path(step.node),

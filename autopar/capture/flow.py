@@ -20,6 +20,9 @@ MATMULS |= {"autopar.grouped_mm", "autopar.expert_mm"}
 RANDOM = frozenset(f"aten.{name}" for name in _RANDOM_NAMES.split())
 """Ops that draw random numbers: computed once, in one block, never again in each stage."""
 
+ONCE = RANDOM | {"autopar.batch_norm"}
+"""These, and ops that update state."""
+
 STATE = (SourceKind.PARAMETER, SourceKind.BUFFER)
 
 
@@ -37,7 +40,7 @@ class Flow:
         self.sources = {source.name: source for source in graph.sources}
         self.differentiable = graph.differentiable()
         parameters = [s.name for s in graph.sources if s.kind is SourceKind.PARAMETER]
-        mains = _reached(graph, set(parameters), seeds=RANDOM)
+        mains = _reached(graph, set(parameters), seeds=ONCE)
         self.main = tuple(node for node in graph.nodes if node.name in mains)
         self.setup = tuple(node.name for node in graph.nodes if node.name not in mains)
         self.position = {node.name: i for i, node in enumerate(self.main)}

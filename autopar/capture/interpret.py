@@ -60,7 +60,22 @@ def expert_rows(table: Tensor, held: Tensor, order: Tensor) -> Tensor:
     return table.repeat_interleave(held, 0)
 
 
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    counter: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Normalised with the batch's statistics; the running ones stay as they are."""
+    return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+
+
 OWN_OPS: dict[str, Callable[..., Any]] = {
+    "autopar.batch_norm.default": batch_norm,
     "autopar.route.default": route,
     "autopar.to_experts.default": to_experts,
     "autopar.from_experts.default": from_experts,

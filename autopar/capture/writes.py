@@ -15,6 +15,7 @@ from autopar.capture import arguments
 from autopar.capture.aliases import Aliases
 from autopar.capture.emit import Emitter
 from autopar.capture.flatten import Step
+from autopar.capture.norms import STATE_REMEDY
 from autopar.errors import CaptureError
 from autopar.ir.graph import Ref, SourceKind, TensorSpec
 
@@ -31,36 +32,17 @@ SCATTERS: dict[str, str] = {
 }
 """View to the op that puts a changed view back into its base."""
 
-NORMS_WITH_STATE: dict[str, tuple[str, str]] = {
-    "aten.batch_norm.default": ("running_mean", "training"),
-    "aten.instance_norm.default": ("running_mean", "use_input_stats"),
-}
-"""Op to its running mean and the flag that makes it update it."""
-
-_STATE_REMEDY = (
-    "state that changes in forward is not supported: write to a clone, and use norms without "
-    "running statistics (track_running_stats=False, GroupNorm, or .eval())"
-)
-
 
 def is_write(op: torch._ops.OpOverload) -> bool:
     """Whether the op changes the data of one of its arguments."""
     return op._schema.is_mutable and str(op) != "aten.detach_.default"
 
 
-def refuse_running_statistics(op: torch._ops.OpOverload, bound: arguments.Bound) -> None:
-    """CaptureError for a norm that updates its running statistics."""
-    if str(op) in NORMS_WITH_STATE:
-        mean, flag = NORMS_WITH_STATE[str(op)]
-        if bound[flag] and bound[mean] is not None:
-            raise CaptureError(f"{op} updates its running statistics; {_STATE_REMEDY}")
-
-
 def write(
     emitter: Emitter, aliases: Aliases, step: Step, op: torch._ops.OpOverload, position: int
 ) -> None:
     """Convert an in-place op. CaptureError where later readers could not see what it wrote."""
-    target = emitter.flat.resolve(_written_node(op, step.node))
+    target = emitter.flat.resolve(written_node(op, step.node))
     _refuse_outside(emitter, aliases, op, target)
     old = emitter.ref(target)
     new = _new_value(emitter, step, op, emitter.specs[old])
@@ -71,7 +53,8 @@ def write(
     emitter.values[step.node] = emitter.ref(target)
 
 
-def _written_node(op: torch._ops.OpOverload, node: fx.Node) -> fx.Node:
+def written_node(op: torch._ops.OpOverload, node: fx.Node) -> fx.Node:
+    """The traced value that an in-place op writes to."""
     written = [i for i, a in enumerate(op._schema.arguments) if a.is_write]
     target = node.args[written[0]] if written[0] < len(node.args) else None
     if len(written) != 1 or not isinstance(target, fx.Node):
@@ -145,7 +128,7 @@ def _refuse_outside(
         source = emitter.sources.get(value.name) if isinstance(value, Ref) else None
         # a literal tensor is lifted and copied anew in every call, so writing to it is harmless
         if source is not None and source.kind is not SourceKind.CONSTANT:
-            raise CaptureError(f"{op} writes to {source.kind} {source.fqn}; {_STATE_REMEDY}")
+            raise CaptureError(f"{op} writes to {source.kind} {source.fqn}; {STATE_REMEDY}")
 
 
 def _refuse_stale_views(

@@ -200,6 +200,19 @@ def _partial_mean(local: LocalNode, call: Call) -> str:
     return f"kernels.partial_mean({call.args[0]}, {dims}, {keep}, {count})"
 
 
+def _batch_norm(local: LocalNode, call: Call) -> str:
+    """The kernel sums over the axes that split the dims statistics are taken over."""
+    spec = local.specs[local.node.inputs()[0]]
+    count = global_count(spec, [dim for dim in range(len(spec.shape)) if dim != 1])
+    axes = [
+        axis
+        for axis, size, kernel in zip(local.mesh.axes, local.mesh.sizes, local.kernels, strict=True)
+        if kernel == "batch_norm" and size > 1
+    ]
+    listed = f"[{', '.join(axes)}]"
+    return f"kernels.batch_norm({', '.join(call.args)}, ctx, {count}, {listed})"
+
+
 def reduced_dims(node: OpNode, rank: int) -> tuple[int, ...]:
     """The dims a reduction runs over."""
     dims = node.arg(1, "dim") if node.target.endswith((".dim", ".dim_IntList")) else None
@@ -217,6 +230,8 @@ def _print_node(local: LocalNode, call: Call) -> str:
         return _vocab_cross_entropy(local, call)
     if "partial_mean" in local.kernels:
         return _partial_mean(local, call)
+    if node.op == "autopar.batch_norm":
+        return _batch_norm(local, call)
     if node.op == "autopar.cross_entropy_sum":
         return f"kernels.cross_entropy_sum({call.args[0]}, {call.args[1]}, {_loss_options(call)})"
     if node.op == "autopar.count_valid":

@@ -19,6 +19,7 @@ from pathlib import Path
 from autopar.codegen.draws import refuse_other_draws
 from autopar.codegen.model import ModelView
 from autopar.codegen.stage import StagePrinter, variant_source
+from autopar.codegen.state import check_state
 from autopar.errors import InputError
 from autopar.ir.graph import Ref, SourceKind
 from autopar.ir.placement import Layout
@@ -32,6 +33,7 @@ def program_files(view: ModelView, fixed_entries: Mapping[str, object]) -> dict[
     cannot be written as a literal, and for random numbers that no program could draw alike.
     """
     refuse_other_draws(view.graph)
+    check_state(view)
     files = {"plan.json": to_json(view.plan), "__init__.py": index_source(view, fixed_entries)}
     for variant in view.plan.variants:
         files[f"{variant.name}.py"] = variant_source(view, variant)

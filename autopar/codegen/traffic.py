@@ -171,7 +171,7 @@ def _inner(
             ref = node.inputs()[inner.like_input]
             layout = choice.inputs[inner.like_input]
             nbytes = inner.nbytes(_local(view, view.specs[ref], layout, whole_batch, at))
-            if nbytes:
+            if nbytes and (inner.phase == "forward" or node.requires_grad):
                 item = _collective(
                     inner.op, nbytes, (view.mesh.axes[axis],), inner.phase, node.name
                 )

@@ -266,8 +266,14 @@ def _count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor
     return (target != ignore_index).sum()
 
 
+def _batch_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    weight, bias, eps = rest[0], rest[1], rest[-1]
+    return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+
+
 _OWN_OPS: dict[str, Callable[..., Any]] = {
     "autopar.cross_entropy_sum.default": _cross_entropy_sum,
     "autopar.count_valid.default": _count_valid,
+    "autopar.batch_norm.default": _batch_norm,
 }
 """Ops that capture introduces, in plain torch."""

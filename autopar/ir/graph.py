@@ -70,6 +70,10 @@ Arg = Union[Ref, Size, int, float, bool, str, None, tuple["Arg", ...]]
 format is a string such as `dtype:float32`, `device:cpu`, `memory_format:contiguous_format`."""
 
 
+UPDATED: dict[str, tuple[int, ...]] = {"autopar.batch_norm": (3, 4, 5)}
+"""Op to the positions of the arguments that it updates in place."""
+
+
 def refs_in(arg: Arg) -> Iterator[Ref]:
     """The values an argument reads, left to right."""
     if isinstance(arg, Ref):
@@ -133,6 +137,10 @@ class OpNode:
         """The tensors read, in argument order, then keyword order; a tensor read twice is twice."""
         return tuple(refs_in((*self.args, *(value for _, value in self.kwargs))))
 
+    def updates(self) -> tuple[Ref, ...]:
+        """The values that the op updates in place: buffers, where they lie."""
+        return tuple(refs_in(tuple(self.args[i] for i in UPDATED.get(self.op, ()))))
+
     def arg(self, position: int, name: str, default: Arg = None) -> Arg:
         """The argument at `position`, or the keyword `name`, or `default`."""
         if position < len(self.args):
@@ -169,6 +177,10 @@ class OpGraph:
         for node in self.nodes:
             specs.update({Ref(node.name, i): spec for i, spec in enumerate(node.outputs)})
         return specs
+
+    def updated(self) -> frozenset[Ref]:
+        """The buffers that a forward updates. They are never moved: a copy would be updated."""
+        return frozenset(ref for node in self.nodes for ref in node.updates())
 
     def differentiable(self) -> frozenset[Ref]:
         """Values that autograd carries a gradient for."""

@@ -16,8 +16,9 @@ class InnerCollective:
     """Communication inside a kernel: a tensor shaped like the local part of input `like_input`.
 
     `phase` is `forward` or `backward`; `dtype` that of the message. The message has `times` as many
-    elements as the input, or just `numel` where that is given. `turns` tells how often it runs on
-    an axis of `n` ranks: once (0), or `n - 1` (1) or `n` (2) times, as messages that go round.
+    elements as the input (or as these `dims` of it alone), or just `numel` where that is given.
+    `turns` tells how often it runs on an axis of `n` ranks: once (0), or `n - 1` (1) or `n` (2)
+    times, as messages that go round.
     """
 
     op: CollectiveOp
@@ -25,12 +26,14 @@ class InnerCollective:
     like_input: int
     dtype: str
     times: int = 1
+    dims: tuple[int, ...] | None = None
     numel: int | None = None
     turns: int = 0
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of the message, given the local shape of the input."""
-        count = prod(shape) * self.times if self.numel is None else self.numel
+        kept = shape if self.dims is None else [shape[dim] for dim in self.dims]
+        count = prod(kept) * self.times if self.numel is None else self.numel
         return count * DTYPE_BYTES[self.dtype]
 
     def count(self, size: int) -> int:
@@ -65,10 +68,13 @@ class BatchAxis:
 
     `strategies` has the one strategy of every node by name. `setup_sums` are values that are summed
     over all samples before the first micro-batch (a count of valid labels): they depend on the
-    batch alone, never on a parameter. `coupled` names nodes that mix samples in a way that has no
-    such split, each with the reason; if it is not empty the batch may not be split at all.
+    batch alone, never on a parameter. `at_once` names nodes whose ranks communicate over the
+    samples while they run, each with the reason: all samples must be in one micro-batch. `coupled`
+    names nodes that mix samples in a way that has no such split, each with the reason; if it is not
+    empty the batch may not be split at all.
     """
 
     strategies: dict[str, AxisStrategy]
     setup_sums: tuple[str, ...] = ()
+    at_once: tuple[tuple[str, str], ...] = ()
     coupled: tuple[tuple[str, str], ...] = ()

@@ -19,6 +19,7 @@ from autopar.rules.creation import UNREAD
 from autopar.rules.dropout import DROPOUT
 from autopar.rules.embedding import index_layout
 from autopar.rules.index_expr import Hints, Op
+from autopar.rules.norm import BATCH_NORM
 from autopar.rules.registry import axis_strategies, index_expr
 
 _PROBE = 2
@@ -62,6 +63,11 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
     return BatchAxis(
         strategies={name: _plain(strategy) for name, strategy in walk.strategies.items()},
         setup_sums=tuple(sorted(setup_sums, key=order.__getitem__)),
+        at_once=tuple(
+            (node.name, f"{node.target} is computed over all samples of the batch together")
+            for node in graph.nodes
+            if walk.strategies[node.name].kernel == BATCH_NORM
+        ),
     )
 
 

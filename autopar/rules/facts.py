@@ -46,6 +46,11 @@ class GraphFacts:
         return self.graph.specs()
 
     @cached_property
+    def updated(self) -> frozenset[Ref]:
+        """Buffers that a forward updates in place."""
+        return self.graph.updated()
+
+    @cached_property
     def differentiable(self) -> frozenset[Ref]:
         """Values that carry a gradient."""
         return self.graph.differentiable()

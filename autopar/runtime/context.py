@@ -43,6 +43,11 @@ class StepContext:
     deferred: list[DeferredGradient] | None = None
     joined: Mapping[tuple[str, ...], AxisGroup] = field(default_factory=dict)
 
+    @property
+    def recomputing(self) -> bool:
+        """Whether this is a forward that the backward runs once more."""
+        return self.recorder.phase == "backward"
+
     def along(self, *names: str) -> AxisGroup:
         """The group along several axes together."""
         return self.joined[names]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
 from autopar.runtime.axes import Ranges
+from autopar.runtime.batch_norm import batch_norm
 from autopar.runtime.counter_random import Dims, RandomKey, keep_mask
 from autopar.runtime.expert_exchange import (
     from_experts_exchange,
@@ -164,6 +165,7 @@ def partial_mean(
 __all__ = [
     "addmm",
     "attention",
+    "batch_norm",
     "bmm",
     "count_valid",
     "cross_entropy_sum",

@@ -1,8 +1,8 @@
 """Sharding a whole graph over a free mesh by communication alone, as Alpa's solver poses it.
 
-Every axis may split anything, compute costs nothing, and heavy ops (matrix products, attention)
-must be split on every axis, since replicating them would be free. The known optima of that setting
-are what the sharding ILP is held to.
+Every axis may split anything, compute costs nothing, and heavy ops (matrix products, attention,
+convolutions) must be split on every axis, since replicating them would be free. The known optima of
+that setting are what the sharding ILP is held to.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from autopar.rules import axis_strategies, piece_hints
 from autopar.search.block import HEAVY_OPS, BlockSpace, block_space, is_split
 from autopar.search.prices import Prices
 from autopar.search.sharding import Sharding, solve_sharding
+
+CONVOLUTIONS = frozenset(("aten.conv1d", "aten.conv2d", "aten.conv3d"))
 
 
 def solve_communication(
@@ -52,7 +54,7 @@ def solve_communication(
         if size == 1:
             return axis_strategies(node, specs, size=2, batch=batch)[:1]
         found = axis_strategies(node, specs, size=size, batch=batch, hints=hints)
-        heavy = node.op in HEAVY_OPS
+        heavy = node.op in HEAVY_OPS or node.op in CONVOLUTIONS
         found = tuple(s for s in found if not heavy or is_split(s))
         if mesh.index(axis) in data_axes:
             found = tuple(s for s in found if _splits_batch(node, s, specs)) or found[:1]
@@ -83,6 +85,7 @@ def solve_communication(
         differentiable=differentiable,
         compute=lambda node, option, prices: (0.0, 0.0),
         collective=seconds,
+        updated=graph.updated(),
     )
     return space, solve_sharding(space, prices)
 

@@ -103,6 +103,11 @@ def micro_batch_sizes(setting: Setting, mesh: tuple[MeshAxis, ...]) -> Iterator[
         if data == 1 and pins.micro_batches in (None, 1) and pins.micro_batch in (None, batch):
             yield batch, 1
         return
+    if setting.batch.at_once:
+        size = ceil(batch / data)
+        if pins.micro_batches in (None, 1) and pins.micro_batch in (None, size):
+            yield size, 1
+        return
     if pins.micro_batches is not None:
         whole = ceil(batch / pins.micro_batches)
         size = ceil(whole / data)
@@ -240,6 +245,9 @@ def _no_grid(setting: Setting) -> str:
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         reasons.append(f"the batch cannot be split: {node}: {why}")
+    if setting.batch.at_once:
+        node, why = setting.batch.at_once[0]
+        reasons.append(f"there can be one micro-batch only: {node}: {why}")
     if pins.zero:
         reasons.append(f"zero={pins.zero} splits state over data-parallel ranks, at least two")
     if not reasons:

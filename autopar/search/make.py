@@ -201,6 +201,13 @@ def _notes(setting: Setting, planner: Planner) -> tuple[str, ...]:
     if setting.batch.coupled:
         node, why = setting.batch.coupled[0]
         notes.append(f"the batch is not split over ranks or micro-batches: {node}: {why}")
+    if setting.batch.at_once:
+        node, why = setting.batch.at_once[0]
+        more = f" (and {len(setting.batch.at_once) - 1} more)" * (len(setting.batch.at_once) > 1)
+        notes.append(
+            f"one micro-batch only: {node}{more}: {why}, synchronised over ranks; several in a row "
+            "would each have statistics of their own"
+        )
     if note := optimizer_note(setting.training.optimizer):
         notes.append(note)
     if len({group.device.name for group in setting.cluster.groups}) > 1:

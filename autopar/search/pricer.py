@@ -179,6 +179,7 @@ class Pricer:
                 compute=self.compute,
                 collective=self._links[mesh],
                 moves=self._moves.setdefault((mesh, batch), {}),
+                updated=self.setting.updated,
             )
         return self._prices[key]
 

@@ -9,7 +9,7 @@ from math import inf
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.mesh import BATCH_AXES
-from autopar.ir.placement import Layout, Shard, largest_shape
+from autopar.ir.placement import R_STAR, Layout, R, Shard, largest_shape
 from autopar.ir.size import shape_at
 from autopar.plan.flow import Move, move_bytes, moves_between
 from autopar.search.block import Option
@@ -25,7 +25,7 @@ class Prices:
     `batch` counts the samples of a micro-batch over all data-parallel ranks. `micro_batches` is how
     many share the cost of one gradient synchronisation. `compute(node, option, prices)` gives
     forward and backward seconds; `collective(op, nbytes, axis)` seconds. `moves` remembers the
-    price of moves, which depends on mesh and batch alone.
+    price of moves, which depends on mesh and batch alone. `updated` values cannot be moved.
     """
 
     names: tuple[str, ...]
@@ -37,6 +37,7 @@ class Prices:
     compute: ComputeTime
     collective: CollectiveTime
     moves: dict[object, float] = field(default_factory=dict, repr=False)
+    updated: frozenset[Ref] = frozenset()
 
     def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
         """Shape of a value's largest local part."""
@@ -64,6 +65,8 @@ class Prices:
         """Seconds, both passes, to bring a value from one layout to another; inf if impossible."""
         if src == dst:
             return 0.0
+        if ref in self.updated:
+            return 0.0 if _held(src) == _held(dst) else inf
         key = (self.specs[ref], ref in self.differentiable, src, dst)
         if key not in self.moves:
             try:
@@ -91,6 +94,8 @@ class Prices:
         totals = {"forward": 0.0, "backward": 0.0}
         for axis, size, strategy in zip(self.names, self.sizes, option.strategies, strict=True):
             for inner in strategy.collectives:
+                if inner.phase == "backward" and not node.requires_grad:
+                    continue
                 ref = node.inputs()[inner.like_input]
                 shape = self.local_shape(ref, option.inputs[inner.like_input])
                 nbytes = inner.nbytes(shape)
@@ -106,3 +111,8 @@ class Prices:
             for name, placement in zip(self.names, layout, strict=True)
             if str(placement) == "R*"
         )
+
+
+def _held(layout: Layout) -> Layout:
+    """The layout without what it says of gradients."""
+    return tuple(R if placement == R_STAR else placement for placement in layout)

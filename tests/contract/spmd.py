@@ -305,7 +305,23 @@ def _partial_mean(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list
     return [args[0].sum(tuple(dims), keepdim=keep) / count for args, _ in ranks]
 
 
+def _batch_norm(case: Case, ranks: list[Rank], strategy: AxisStrategy) -> list[Any]:
+    shards, whole = [args[0] for args, _ in ranks], case.args[0]
+    dims = [dim for dim in range(whole.dim()) if dim != 1]
+    count = whole.numel() / whole.shape[1]
+    mean = sum(shard.sum(dims, keepdim=True) for shard in shards) / count
+    var = sum((shard - mean).square().sum(dims, keepdim=True) for shard in shards) / count
+    results = []
+    for (args, _), shard in zip(ranks, shards, strict=True):
+        out = (shard - mean) / (var + args[7]).sqrt()
+        if args[1] is not None:
+            out = out * args[1].view(mean.shape) + args[2].view(mean.shape)
+        results.append(out)
+    return results
+
+
 KERNELS = {
+    "batch_norm": _batch_norm,
     "dropout": _dropout,
     "attention_dropout": _attention_dropout,
     "causal_rows": _causal_rows,
@@ -321,7 +337,12 @@ def _cross_entropy_sum(logits: Tensor, target: Tensor, ignore: int, smoothing: f
     )
 
 
+def _whole_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+    return torch.nn.functional.batch_norm(x, None, None, weight, bias, True, eps=rest[-1])
+
+
 REFERENCE: dict[str, Callable[..., Any]] = {
+    "autopar.batch_norm.default": _whole_batch_norm,
     "autopar.grouped_mm.default": grouped_mm,
     "autopar.cross_entropy_sum.default": _cross_entropy_sum,
     "autopar.count_valid.default": lambda target, ignore: (target != ignore).sum(),

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture, verify_capture
+from autopar.capture import capture, first_difference, verify_capture
 from autopar.errors import CaptureError
+from autopar.ir.graph import Ref
 from autopar.ir.size import Size
 
 
@@ -239,13 +240,30 @@ def write_to_buffer(self, x):
     return (self.linear(x) + self.counter).sum()
 
 
+def count_without_norm(self, x):
+    self.norm.num_batches_tracked.add_(1)
+    return self.linear(x).sum()
+
+
+def count_by_two(self, x):
+    self.norm.num_batches_tracked.add_(2)
+    return self.norm(self.linear(x)).sum()
+
+
+def count_and_read(self, x):
+    self.norm.num_batches_tracked.add_(1)
+    return (self.norm(self.linear(x)) * self.norm.num_batches_tracked).sum()
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
         (stale_view, "aten.add_.Tensor writes to a tensor that view also views"),
         (write_to_input, "aten.add_.Tensor writes to input 0"),
         (write_to_buffer, "aten.add_.Tensor writes to buffer counter"),
-        (lambda self, x: self.norm(self.linear(x)).sum(), "module norm: .*num_batches_tracked"),
+        (count_without_norm, "aten.add_.Tensor writes to a buffer"),
+        (count_by_two, "aten.add_.Tensor writes to buffer norm.num_batches_tracked"),
+        (count_and_read, "aten.add_.Tensor writes to buffer norm.num_batches_tracked"),
     ],
 )
 def test_writes_that_others_would_see_are_refused(forward, message):
@@ -254,7 +272,27 @@ def test_writes_that_others_would_see_are_refused(forward, message):
     assert re.search(message, found)
 
 
-def test_batch_norm_statistics_without_a_counter_are_refused_too():
+def test_a_batch_norm_in_training_takes_its_state_along():
+    """One op with the counter, though two norms of one module run; the same graph in eval mode."""
+
+    def forward(self, x):
+        return (self.norm(self.linear(x)) * self.norm(x)).pow(2).sum()
+
+    model = Model(forward)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    captured = capture(model, (X,))
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    norms = [node for node in captured.graph.nodes if node.op == "autopar.batch_norm"]
+    assert [len(node.inputs()) for node in norms] == [6, 6]
+    assert norms[0].args[3:] == (
+        *(Ref(f"b_norm_{name}") for name in ("running_mean", "running_var", "num_batches_tracked")),
+        *(0.1, 1e-5),
+    )
+    verify_capture(model, (X,), captured)
+    assert first_difference(captured.graph, capture(model.eval(), (X,)).graph) is None
+
+
+def test_batch_norm_statistics_that_are_no_buffers_are_refused():
     message = refusal(
         lambda self, x: (
             F.batch_norm(x, self.counter, self.counter + 1, training=True).sum()

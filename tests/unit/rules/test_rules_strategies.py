@@ -210,6 +210,17 @@ def test_batch_norm_in_training_mixes_samples():
     assert "S(0), R*, R*, R*, R* -> S(0)" in strategies(target, shapes, ("batch", 8, 4), False)
 
 
+def test_batch_norm_with_state_sums_over_any_dim_but_the_channels():
+    shapes = [spec("batch", 8, 12), spec(8), spec(8), spec(8), spec(8), spec(dtype="int64")]
+    target = "autopar.batch_norm.default"
+    found = strategies(target, shapes, ("batch", 8, 12), 0.1, 1e-5)
+    assert found[2:] == [
+        "S(0), R*, R*, R*, R*, R -> S(0) [batch_norm]",
+        "S(1), S(0), S(0), S(0), S(0), R -> S(1)",
+        "S(2), R*, R*, R*, R*, R -> S(2) [batch_norm]",
+    ]
+
+
 def test_an_op_without_rule_is_replicated_only():
     assert strategies("mylib.unknown.default", [spec(8, 12)], (8, 12)) == REPLICATED[1]
 

@@ -84,6 +84,18 @@ def collectives(space: BlockSpace, sharding: Sharding) -> Counter[tuple[str, str
     return found
 
 
+def kernel_collectives(space: BlockSpace, sharding: Sharding) -> Counter[tuple[str, str, str]]:
+    """(op, axis, phase) of every collective inside an op."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for options, choice in zip(space.options, sharding.choices, strict=True):
+        option = next(
+            o for o in options if (o.inputs, o.outputs) == (choice.inputs, choice.outputs)
+        )
+        for name, strategy in zip(NAMES, option.strategies, strict=True):
+            found.update((str(c.op), name, c.phase) for c in strategy.collectives)
+    return found
+
+
 def layouts(sharding: Sharding, axis: int) -> list[str]:
     return [str(layout[axis]) for _, layout in sharding.parameters]
 
@@ -289,6 +301,113 @@ def test_bert_is_megatron():
     assert sum(moves.values()) == 4 * layers - 1
     expected = (4 * layers - 1) * links.all_reduce(batch * seq * hidden * 4, 1)
     assert close(sharding.objective, expected, 1e-2)
+
+
+class TiedEmbedding(nn.Module):
+    """Looks up, and scores, with one weight."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(self.embed(ids), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_tied_embedding_on_two_axes():
+    """Case 15: samples on one axis, the vocabulary on the other; all-reduces alone."""
+    vocab, hidden, batch, seq = 1024, 8, 8, 8
+    with torch.device("meta"):
+        example = {k: torch.empty(batch, seq, dtype=torch.int64) for k in ("ids", "labels")}
+        graph = capture(TiedEmbedding(vocab, hidden), example).graph
+    links = Links((2, 2))
+    space, sharding = solve(graph, links, batch)
+    ((_, layout),) = sharding.parameters
+    assert sorted(map(str, layout)) == ["R*", "S(0)"]
+    split = layout.index(Shard(0))
+    moves, inner = collectives(space, sharding), kernel_collectives(space, sharding)
+    assert {op for op, _, _ in (*moves, *inner)} == {"all_reduce"}
+    assert sum(moves.values()) == 2 and sum(inner.values()) == 2
+    tokens = batch * seq
+    expected = (
+        links.all_reduce(vocab * hidden * 4 / 2, 1 - split)
+        + 2 * links.all_reduce(tokens * hidden * 4 / 2, split)
+        + 2 * links.all_reduce(tokens * 4 / 2, split)
+    )
+    assert close(sharding.objective, expected)
+
+
+class ConvNet(nn.Module):
+    """Convolutions with stride 2, each with batch norm, relu and pooling."""
+
+    def __init__(self, layers: int, channels: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, stride=2, padding=1, bias=False) for _ in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.max_pool2d(torch.relu(norm(conv(x))), 2, stride=1, padding=1)
+        return x.square().mean()
+
+
+class Depthwise(nn.Module):
+    """Up to eight times the channels, a convolution per channel, and down again."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        wide = 8 * channels
+        self.up = nn.Conv2d(channels, wide, 3, padding=1, bias=False)
+        self.each = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False)
+        self.down = nn.Conv2d(wide, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.down(self.each(self.up(x))))
+        return self.norm(x).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (1, 4)])
+def test_conv_net_is_data_parallel(mesh):
+    """Case 17: weights replicated and summed once; two all-reduces per batch norm, of two numbers
+    per channel forward (float64) and two backward."""
+    layers, channels, batch = 3, 4, 16
+    with torch.device("meta"):
+        graph = capture(ConvNet(layers, channels), (torch.empty(batch, channels, 16, 16),)).graph
+    links, axis = Links(mesh), mesh.index(4)
+    space, sharding = solve(graph, links, batch)
+    assert set(layouts(sharding, axis)) == {"R*"}
+    assert not collectives(space, sharding)
+    found = kernel_collectives(space, sharding)
+    name = NAMES[axis]
+    assert found == {
+        ("all_reduce", name, "forward"): layers,
+        ("all_reduce", name, "backward"): layers,
+    }
+    weights = links.all_reduce(channels * channels * 9 * 4, axis)
+    affine = 2 * links.all_reduce(channels * 4, axis)
+    norms = links.all_reduce(2 * channels * 8, axis) + links.all_reduce(2 * channels * 4, axis)
+    assert close(sharding.objective, layers * (weights + affine + norms))
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (1, 4)])
+def test_depthwise_convolution_is_split_by_channels(mesh):
+    """Case 17: column, per channel, row: one all-reduce of the output, no weight gradient."""
+    channels, batch, size = 256, 4, 8
+    with torch.device("meta"):
+        graph = capture(Depthwise(channels), (torch.empty(batch, channels, size, size),)).graph
+    links, axis = Links(mesh), mesh.index(4)
+    space, sharding = solve(graph, links, batch)
+    placed = {name: str(layout[axis]) for name, layout in sharding.parameters}
+    assert [placed[f"{name}.weight"] for name in ("up", "each", "down")] == ["S(0)", "S(0)", "S(1)"]
+    moves = collectives(space, sharding)
+    assert moves == {("all_reduce", NAMES[axis], "forward"): 1}
+    assert not kernel_collectives(space, sharding)
+    expected = links.all_reduce(batch * channels * size * size * 4, axis)
+    assert close(sharding.objective, expected)
 
 
 class Small(nn.Module):
