@@ -16,6 +16,9 @@ from torch import nn
 from autopar.codegen.traffic import totals
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
+from autopar.runtime import kernels
+from autopar.runtime.axes import create_world
+from autopar.runtime.context import StepContext
 
 pytestmark = pytest.mark.distributed
 
@@ -64,6 +67,8 @@ def check_norms(pins):
     torch.manual_seed(0)
     # The bias before a norm has no gradient but for rounding: Adam would make a step of it.
     both = Beside(ConvNet(0.3), pins, optimizer=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
+    both.same_evaluation(images(6, 9))
+    both.same_weights()
     for step, samples in enumerate((8, 8, 7, 3)):
         batch = images(samples, step)
         both.backward(batch)
@@ -103,6 +108,27 @@ def check_collectives(both):
 @pytest.mark.parametrize("pins", GRIDS, ids=str)
 def test_batch_norm_equals_one_device(pool4, pins):
     pool4.run(check_norms, pins)
+
+
+def check_far_from_zero():
+    """float32 values of mean 10,000 and deviation 1, on a rank with six samples and one with none:
+    sums of squares in float32 would leave nothing of the variance."""
+    world = create_world([("data", 2)], [[0, 1]])
+    axis = world.meshes[0].axes["data"]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, 5, generator=generator, dtype=torch.float64) + 1e4
+    own = x.float() if world.rank == 0 else x.float()[:0]
+    mean, var, counter = torch.zeros(4), torch.ones(4), torch.tensor(0)
+    ctx = StepContext(axes=world.meshes[0].axes, batch=len(own), global_batch=6)
+    y = kernels.batch_norm(own, None, None, mean, var, counter, 1.0, 1e-5, ctx, 30, [axis])
+    assert y.shape == own.shape and int(counter) == 1
+    want = x.float().double().var((0, 2))
+    torch.testing.assert_close(var.double(), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(mean.double(), x.float().double().mean((0, 2)), rtol=1e-6, atol=0)
+
+
+def test_statistics_far_from_zero_and_a_rank_without_samples(pool2):
+    pool2.run(check_far_from_zero)
 
 
 def check_refusal():

@@ -8,7 +8,7 @@ from autopar.runtime import kernels
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.context import StepContext
 from autopar.runtime.counter_random import keep_mask
-from autopar.runtime.program import recompute
+from autopar.runtime.recompute import Recomputation
 from autopar.runtime.recorder import Recorder
 from autopar.runtime.reference import reference_random, whole_dims
 from autopar.runtime.weight_gradients import compute_deferred
@@ -170,8 +170,11 @@ def products(w, ctx, ids, again):
         return (kernels.matmul(y, weight, ctx) + kernels.matmul(2 * y, weight, ctx),)
 
     x = kernels.embedding(ids, w["embedding"], ctx, padding_idx=2)
-    (y,) = recompute(middle, x) if again else middle(x)
-    return kernels.bmm(y, w["batched"], ctx)
+    if not again:
+        return kernels.bmm(*middle(x), w["batched"], ctx)
+    with Recomputation() as twice:
+        (y,) = twice(middle, x)
+        return kernels.bmm(y, w["batched"], ctx)
 
 
 @pytest.mark.parametrize("again", [False, True])
