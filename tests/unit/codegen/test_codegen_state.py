@@ -9,7 +9,7 @@ from torch import nn
 from autopar.codegen.program import program_files
 from autopar.compiler import PlanOptions, plan_model
 from autopar.errors import InputError, PlanMismatch
-from autopar.ir.placement import R, Shard
+from autopar.ir.placement import R_STAR, R, Shard
 
 
 class Normed(nn.Module):
@@ -69,3 +69,13 @@ def test_buffers_lie_where_they_are_updated():
         PlanMismatch, match=r"norms\.0\.running_mean is updated where it lies, as S\(0"
     ):
         files(planned, replace(planned.plan, stages=(replace(stage, parameters=parameters),)))
+
+
+def test_a_buffer_that_is_whole_keeps_its_norm_whole():
+    """Slicing it would cost nothing, and lose what the slice learns."""
+    state = ("norms.0.running_mean", "norms.0.running_var")
+    planned = plan(Normed(), tensor=2, **{f"weight:{name}": "R" for name in state})
+    layouts = {p.fqn: p.layout[-1] for p in planned.plan.stages[0].parameters}
+    assert [layouts[name] for name in state] == [R, R]
+    assert layouts["norms.0.weight"] in (R, R_STAR)
+    assert planned.files()
