@@ -7,10 +7,11 @@ read three times is paid for once, as it is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from solvers.choice import ChoiceProblem, ChoiceSolution, Edge, solve_choice
 from solvers.solution import Status
 
 Forms = tuple[Layout, ...]
+_Item = TypeVar("_Item", bound=Hashable)
 _MAX_LAYOUTS_FOR_TRIPLES = 6
 _DEAR = 1e4
 _LEAST_S = 1e-9
@@ -110,9 +112,6 @@ class _Builder:
     def _reader_layouts(self, index: int, position: int) -> list[Layout]:
         return [option.inputs[position] for option in self.space.options[index]]
 
-    def _moves_s(self, ref: Ref, have: Layout, forms: Forms) -> float:
-        return sum(self.prices.reshard_s(ref, have, want) for want in forms)
-
     def _connect(self, ref: Ref, index: int, position: int) -> None:
         wanted = self._reader_layouts(index, position)
         if ref in self.space.given:
@@ -127,12 +126,19 @@ class _Builder:
     def _matrix(
         self, ref: Ref, have: Sequence[Layout], forms: Sequence[Forms]
     ) -> NDArray[np.float64]:
-        rows = {layout: [self._moves_s(ref, layout, f) for f in forms] for layout in set(have)}
-        return np.array([rows[layout] for layout in have], dtype=float)
+        """Seconds from every layout to every set of layouts; each pair is priced once."""
+        rows, columns = _positions(have), _positions(x for form in forms for x in form)
+        moves = np.array(
+            [[self.prices.reshard_s(ref, x, want) for want in columns] for x in rows], dtype=float
+        )
+        sets = _positions(forms)
+        summed = [moves[:, [columns[x] for x in form]].sum(axis=1) for form in sets]
+        table = np.stack(summed, axis=1)
+        return table[np.ix_([rows[x] for x in have], [sets[form] for form in forms])]
 
     def _charge(self, ref: Ref, forms: Sequence[Sequence[Layout]]) -> None:
         producer, layouts = self.option_layouts[ref]
-        self.node_costs[producer] += [self._moves_s(ref, have, tuple(forms[0])) for have in layouts]
+        self.node_costs[producer] += self._matrix(ref, layouts, [tuple(forms[0])])[:, 0]
 
     def _connect_forms(
         self, ref: Ref, readers: Sequence[tuple[int, int]], required: Layout | None
@@ -143,17 +149,26 @@ class _Builder:
         forms = form_sets(wanted)
         index = self.add([0.0] * len(forms))
         if ref in self.space.given:
-            self.node_costs[index] += [self._moves_s(ref, self.space.given[ref], f) for f in forms]
+            self.node_costs[index] += self._matrix(ref, [self.space.given[ref]], forms)[0]
         else:
             producer, layouts = self.option_layouts[ref]
             cost = self._matrix(ref, layouts, forms)
             self.edges.append(Edge(src=producer, dst=index, cost=cost))
         for (reader, _), layouts in zip(readers, wanted, strict=False):
-            columns = {x: [0.0 if x in form else inf for form in forms] for x in set(layouts)}
-            cost = np.array([columns[x] for x in layouts], dtype=float).T
+            kinds = _positions(layouts)
+            met = np.array([[0.0 if x in form else inf for form in forms] for x in kinds])
+            cost = met[[kinds[x] for x in layouts]].T
             self.edges.append(Edge(src=index, dst=reader, cost=cost))
         if required is not None:
             self.node_costs[index] += [0.0 if required in form else inf for form in forms]
+
+
+def _positions(items: Iterable[_Item]) -> dict[_Item, int]:
+    """Position of each distinct item, in the order of first use."""
+    found: dict[_Item, int] = {}
+    for item in items:
+        found.setdefault(item, len(found))
+    return found
 
 
 def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
