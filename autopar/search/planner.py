@@ -20,7 +20,7 @@ from autopar.search.options import ClassOption, class_options
 from autopar.search.pipelines import FREE, Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
-from autopar.search.sharding import Sharding, solve_sharding
+from autopar.search.sharding import Sharding, ShardingProblem, solve_sharding
 from autopar.search.stages import Staged, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
@@ -35,8 +35,12 @@ from solvers.solution import Status
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
 
-_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], bool, Grid]
-"""Bound, place among equals, whether the bound has the schedule's bubble in it, grid."""
+_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], int, Grid]
+"""Bound, place among equals, how sharp the bound is, grid."""
+
+_COMPUTE, _SHARDED, _SCHEDULED = range(3)
+"""What a bound has in it: every op at its fastest, the moves between them too, and the schedule's
+real bubble. Grids are bounded again, sharper, only when their turn comes."""
 
 _TIE = 1e-9
 _MOST_FIXINGS = 8
@@ -99,6 +103,7 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
+    _problems: dict[object, ShardingProblem] = field(default_factory=dict)
     _fast: dict[object, Sharding | None] = field(default_factory=dict)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
     _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
@@ -132,17 +137,18 @@ class Planner:
         Returns a bound on those left where time is up before that.
         """
         while queue:
-            bound, place, refined, grid = heapq.heappop(queue)
+            bound, place, sharpness, grid = heapq.heappop(queue)
             if seen.best is not None and bound >= seen.limit_s:
                 return None
             if time.monotonic() > deadline and seen.best is not None:
                 seen.unsolved += len(queue) + 1
                 return bound
             self.progress("searching grids", seen.looked_at / seen.total)
-            if not refined and bound < inf:
-                # With the schedule's real bubble the grid may stand further back.
-                bound = self._bound(grid, self._weights(grid))
-                heapq.heappush(queue, (bound, place, True, grid))
+            if sharpness < _SCHEDULED and bound < inf:
+                # With a sharper bound the grid may stand further back.
+                bound, sharpness = self._sharper(grid, sharpness)
+                seen.bounds[grid.base] = max(bound, seen.bounds.get(grid.base, 0.0))
+                heapq.heappush(queue, (bound, place, sharpness, grid))
                 continue
             seen.looked_at += 1
             for staged in self._solve(grid, seen.limit_s):
@@ -219,13 +225,21 @@ class Planner:
         for position, grid in enumerate(chosen):
             self.progress("bounding grids", position / len(chosen))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            queue.append((self._lower_bound(grid), place, has_closed_form(grid.pipe), grid))
+            weights = Weights.of(least_step(grid.pipe), grid.pipe)
+            queue.append((self._bound(grid, weights, self._least), place, _COMPUTE, grid))
         heapq.heapify(queue)
         return queue
 
+    def _sharper(self, grid: Grid, sharpness: int) -> tuple[float, int]:
+        """The next sharper bound of a grid, and how sharp it is."""
+        if sharpness == _COMPUTE:
+            closed = has_closed_form(grid.pipe)
+            return self._lower_bound(grid), _SCHEDULED if closed else _SHARDED
+        return self._bound(grid, self._weights(grid), self._fastest), _SCHEDULED
+
     def _lower_bound(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
-        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe))
+        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._fastest)
 
     def _weights(self, grid: Grid) -> Weights:
         """The objective of a grid: exact for equal stages and hidden messages.
@@ -257,8 +271,8 @@ class Planner:
             self._shares[grid.base] = shares
         return self._shares[grid.base]
 
-    def _bound(self, grid: Grid, weights: Weights) -> float:
-        """The objective of the blocks at their fastest, memory for free.
+    def _bound(self, grid: Grid, weights: Weights, least: Callable[[int, Grid], float]) -> float:
+        """The objective of blocks that take the `least` time of their class, memory for free.
 
         Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
         by how much, if nothing else fits.
@@ -266,7 +280,7 @@ class Planner:
         chain, stages = self.setting.chain, grid.pipe.num_stages
         if not self._state_may_fit(grid):
             return inf
-        fastest = [self._fastest(c.index, grid) for c in chain.classes]
+        fastest = [least(c.index, grid) for c in chain.classes]
         if inf in fastest:
             return inf
         classes = tuple(
@@ -300,16 +314,30 @@ class Planner:
         solved = self._fastest_sharding(class_index, grid)
         return inf if solved is None else max(solved.bound, 0.0)
 
+    def _least(self, class_index: int, grid: Grid) -> float:
+        """Time of a class's block with every op at its fastest and values moved for free."""
+        return self._problem(class_index, grid).least_s
+
     def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
-        key = (class_index, self.pricer.block_mesh(grid), grid.micro_batch)
+        key = self._key(class_index, grid)
         if key not in self._fast:
+            self._fast[key] = self._problem(class_index, grid).solve()
+        return self._fast[key]
+
+    def _problem(self, class_index: int, grid: Grid) -> ShardingProblem:
+        """The sharding of a class's block on a grid, gradients summed for free."""
+        key = self._key(class_index, grid)
+        if key not in self._problems:
             block = self.setting.chain.representative(class_index)
-            self._fast[key] = solve_sharding(
+            self._problems[key] = ShardingProblem(
                 self.pricer.space(block, self.pricer.block_mesh(grid)),
                 self.pricer.prices(grid, with_sync=False),
                 backend=self.setting.backend,
             )
-        return self._fast[key]
+        return self._problems[key]
+
+    def _key(self, class_index: int, grid: Grid) -> object:
+        return class_index, self.pricer.block_mesh(grid), grid.micro_batch
 
     def _solve(self, grid: Grid, limit_s: float) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.compute import Profile
-from autopar.costs.memory import Training
+from autopar.costs.memory import StateBytes, Training, state_bytes, total_bytes
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
@@ -34,6 +34,15 @@ class Setting(GraphFacts):
     profile: Profile | None = None
     backend: str = "highs"
     time_limit_s: float = 60.0
+
+    @cached_property
+    def whole_state(self) -> StateBytes:
+        """State of all parameters, each whole."""
+        return total_bytes(
+            state_bytes(s.spec.numel(0), s.trainable, s.spec.dtype, self.training)
+            for s in self.graph.sources
+            if s.kind is SourceKind.PARAMETER
+        )
 
     def shared(self, mesh: tuple[MeshAxis, ...]) -> Mapping[Ref, Layout]:
         """Layouts of values between blocks on a mesh, whatever the sizes of its axes."""

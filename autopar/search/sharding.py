@@ -56,6 +56,7 @@ class _Builder:
     def __init__(self, space: BlockSpace, prices: Prices, memory_weight: dict[Ref, float]) -> None:
         self.space, self.prices, self.kept = space, prices, memory_weight
         self.node_costs: list[NDArray[np.float64]] = []
+        self.op_costs: list[NDArray[np.float64]] = []
         self.usage: list[NDArray[np.float64]] = []
         self.edges: list[Edge] = []
         self.option_layouts: dict[Ref, tuple[int, list[Layout]]] = {}
@@ -74,6 +75,7 @@ class _Builder:
                 inner = self.prices.inner_s(node, option)
                 costs.append(sum(self.prices.compute(node, option, self.prices)) + sum(inner))
             index = self.add(costs)
+            self.op_costs.append(self.node_costs[index].copy())
             for output in range(len(node.outputs)):
                 ref = Ref(node.name, output)
                 self.option_layouts[ref] = (index, [o.outputs[output] for o in options])
@@ -201,11 +203,20 @@ class ShardingProblem:
     ) -> None:
         self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
+        self._connected = False
         if self._possible:
             self._builder = _Builder(space, prices, dict(kept or {}))
             self._builder.add_ops()
             self._builder.add_parameters()
-            self._builder.add_values()
+
+    @property
+    def least_s(self) -> float:
+        """What no sharding beats: every op at its fastest, values moved for free; inf if there is
+        none."""
+        if not self._possible:
+            return inf
+        ops = self._builder.op_costs
+        return sum(float(costs.min()) for costs in ops)
 
     def solve(self, byte_price_s: float = 0.0) -> Sharding | None:
         """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.
@@ -215,6 +226,9 @@ class ShardingProblem:
         if not self._possible:
             return None
         builder = self._builder
+        if not self._connected:
+            builder.add_values()
+            self._connected = True
         priced = zip(builder.node_costs, builder.usage, strict=True)
         solution = solve_choice(
             ChoiceProblem(

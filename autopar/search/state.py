@@ -272,11 +272,7 @@ def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
     degree = prod(
         size for name, size in zip(prices.names, prices.sizes, strict=True) if name in most.over
     )
-    whole = total_bytes(
-        state_bytes(s.spec.numel(0), s.trainable, s.spec.dtype, setting.training)
-        for s in setting.graph.sources
-        if s.kind is SourceKind.PARAMETER
-    )
+    whole = setting.whole_state
     shard = StateBytes(*(part // degree for part in whole))
     least = zero_bytes(whole, shard, most.level, accumulates=grid.micro_batches > 1)
     return sum(least) / grid.tensor
