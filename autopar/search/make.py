@@ -26,7 +26,7 @@ from autopar.search.assemble import stage_plans
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
-from autopar.search.planner import Found, Planner, Progress
+from autopar.search.planner import PATIENCE, Found, Planner, Progress
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 from solvers.backends import BackendUnavailable, get_backend
@@ -144,7 +144,11 @@ def _certificate(setting: Setting, found: Found) -> Certificate:
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
     status = "optimal"
     if found.status is not Status.OPTIMAL:
-        status = "feasible, time limit reached" if found.timed_out else "feasible, within the gap"
+        status = "feasible, within the gap"
+        if found.gave_up:
+            status = f"feasible, ended after {PATIENCE} grids without a better plan"
+        if found.timed_out:
+            status = "feasible, time limit reached"
     unique = {staged.grid: staged for staged in reversed(others)}
     ranked = sorted(unique.values(), key=lambda staged: staged.solution.objective)
     return Certificate(

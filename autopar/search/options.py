@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
@@ -118,7 +119,7 @@ def class_options(
     fixed: Mapping[str, Layout],
     shared: ZeroChoice = UNSPLIT,
 ) -> tuple[ClassOption, ...]:
-    """The options of a class that no other option of it beats in time and memory both.
+    """The options of a class that are best for some price of memory.
 
     Empty if the pins leave no sharding. `fixed` has layouts of parameters shared with other
     classes, `shared` the ZeRO choice of those that several blocks read.
@@ -144,7 +145,52 @@ def class_options(
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
             ]
-    return undominated(found)
+    return supported(undominated(found), grid)
+
+
+def supported(options: Sequence[ClassOption], grid: Grid) -> tuple[ClassOption, ...]:
+    """The options that are best for some price of a byte, whatever number is in flight.
+
+    These are the corners of the lower hull of a step's time over the bytes held, taken for 1, 2, 4
+    and so on micro-batches in flight; a stage mixes them, block by block. What a block holds while
+    it runs counts for the stage once, not for every block: hulls are taken without it and with it.
+    """
+    views = [option.as_option() for option in options]
+    most = min(grid.pipe.num_stages, grid.micro_batches)
+    held = sorted({*(2**k for k in range(most.bit_length())), most})
+    chosen: set[int] = set()
+    for count, running in product(held, (0, 1)):
+        points = [
+            (
+                view.static_bytes + count * view.saved_bytes + running * view.transient_bytes,
+                grid.micro_batches * view.time_s + view.sync_s,
+                index,
+            )
+            for index, view in enumerate(views)
+        ]
+        chosen.update(index for _, _, index in _lower_hull(points))
+    return tuple(options[index] for index in sorted(chosen))
+
+
+_Point = tuple[float, float, int]
+
+
+def _lower_hull(points: Iterable[_Point]) -> list[_Point]:
+    """Corners of the convex lower-left boundary, from the fewest bytes to the least time."""
+    hull: list[_Point] = []
+    for point in sorted(points):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _is_above(first: _Point, middle: _Point, last: _Point) -> bool:
+    """Whether `middle` lies on or above the line between its neighbours."""
+    run, rise = last[0] - first[0], last[1] - first[1]
+    return (middle[1] - first[1]) * run >= rise * (middle[0] - first[0])
 
 
 def pinned_ways(ways: Sequence[Again], pin: str | None) -> Sequence[Again]:

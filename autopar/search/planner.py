@@ -42,6 +42,10 @@ _COMPUTE, _SHARDED, _SCHEDULED = range(3)
 """What a bound has in it: every op at its fastest, the moves between them too, and the schedule's
 real bubble. Grids are bounded again, sharper, only when their turn comes."""
 
+PATIENCE = 24
+"""Grids solved in a row without a better plan after which the search ends. Unlike a limit on time,
+it ends in the same place on any machine."""
+
 _TIE = 1e-9
 _MOST_FIXINGS = 8
 
@@ -61,6 +65,7 @@ class Found:
     bound_s: float
     status: Status
     timed_out: bool = False
+    gave_up: bool = False
 
 
 @dataclass
@@ -75,6 +80,8 @@ class _Seen:
     unfit: list[Staged] = field(default_factory=list)
     best: Staged | None = None
     unsolved: int = 0
+    in_vain: int = 0
+    timed_out: bool = False
     left_s: float = inf
 
     @property
@@ -87,13 +94,7 @@ class _Seen:
         fits = staged.solution.status.has_solution
         (self.solved if fits else self.unfit).append(staged)
         if fits and staged.solution.objective < self.limit_s:
-            self.best = staged
-
-
-def _ran_out(staged: Staged) -> bool:
-    """Whether a grid is unproven for want of time, not for memory that its stages share."""
-    unproven = staged.solution.status in (Status.FEASIBLE, Status.TIME_LIMIT)
-    return unproven and not staged.problem.shares_ranks
+            self.best, self.in_vain = staged, 0
 
 
 @dataclass
@@ -142,6 +143,7 @@ class Planner:
                 return None
             if time.monotonic() > deadline and seen.best is not None:
                 seen.unsolved += len(queue) + 1
+                seen.timed_out = True
                 return bound
             self.progress("searching grids", seen.looked_at / seen.total)
             if sharpness < _SCHEDULED and bound < inf:
@@ -150,7 +152,11 @@ class Planner:
                 seen.bounds[grid.base] = max(bound, seen.bounds.get(grid.base, 0.0))
                 heapq.heappush(queue, (bound, place, sharpness, grid))
                 continue
+            if seen.best is not None and seen.in_vain >= PATIENCE:
+                seen.unsolved += len(queue) + 1
+                return bound
             seen.looked_at += 1
+            seen.in_vain += 1
             for staged in self._solve(grid, seen.limit_s):
                 seen.add(staged)
         return None
@@ -174,7 +180,8 @@ class Planner:
             unsolved=seen.unsolved,
             bound_s=min(left_s, chosen.solution.bound),
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-            timed_out=seen.unsolved > 0 or any(map(_ran_out, (chosen, *others))),
+            timed_out=seen.timed_out,
+            gave_up=seen.unsolved > 0 and not seen.timed_out,
         )
 
     def _left_s(self, staged: Staged) -> float:
