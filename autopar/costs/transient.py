@@ -142,10 +142,25 @@ def _query_accumulator(block: _Block, query: Ref) -> int:
     return 4 * block.numel(query)
 
 
+def _wide_copies(block: _Block, x: Ref) -> int:
+    """Batch norm of narrow values: they and their result, in float32."""
+    return 2 * _wide_copy(block, x)
+
+
+def _normed_again(block: _Block, x: Ref) -> int:
+    """Batch norm: the normed values once more; of narrow ones also both gradients, in float32."""
+    wide = max(4, block.itemsize(x)) * block.numel(x)
+    return wide + 2 * _wide_copy(block, x)
+
+
 _Workspace = Callable[[_Block, Ref], int]
 
-FORWARD_WORKSPACE: dict[str, _Workspace] = {"cross_entropy_sum": _wide_copy}
+FORWARD_WORKSPACE: dict[str, _Workspace] = {
+    "cross_entropy_sum": _wide_copy,
+    "batch_norm": _wide_copies,
+}
 BACKWARD_WORKSPACE: dict[str, _Workspace] = {
+    "batch_norm": _normed_again,
     "cross_entropy_sum": _softmax_copy,
     "cross_entropy_loss": _softmax_copy,
     "scaled_dot_product_attention": _query_accumulator,

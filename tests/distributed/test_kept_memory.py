@@ -29,11 +29,27 @@ class Stack(nn.Module):
         return ((x - y) ** 2).mean()
 
 
+class ConvNet(nn.Module):
+    """Convolution, batch norm, relu, twice; pooled."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+
+    def forward(self, x, y):
+        for conv, norm in zip((self.first, self.second), self.norms, strict=True):
+            x = torch.relu(norm(conv(x)))
+        return ((x.mean((2, 3)) - y) ** 2).mean()
+
+
 def build(name):
     torch.manual_seed(0)
     if name == "gpt":
         batch = {k: torch.zeros(4, 16, dtype=torch.long) for k in ("input_ids", "labels")}
         return GPT(GPTConfig(layers=2, hidden=32, heads=4, vocab=64, seq_len=16)), batch
+    if name == "conv":
+        return ConvNet(), {"x": torch.randn(8, 3, 16, 16), "y": torch.randn(8, 16)}
     return Stack(), {k: torch.randn(16, 64) for k in "xy"}
 
 
@@ -73,6 +89,7 @@ def counted_and_predicted(name, pins, limit):
         ("gpt", {"data": 2}, None),
         ("gpt", {"tensor": 2, "weight:blocks.0.feed_forward.up.weight": "R"}, None),
         ("gpt", {"tensor": 2, "weight:blocks.0.attention.qkv.weight": "S(1)"}, None),
+        ("conv", {"data": 2}, None),
         ("stack", {"pipeline": 1, "data": 1}, 200_000),
         ("stack", {"tensor": 2, "weight:layers.1.weight": "R"}, None),
     ],

@@ -70,10 +70,17 @@ def schedules(optimizer):
 
 
 def accumulate(both, sizes, seed, *, unfinished):
-    """Passes over batches of these sizes; gradients are the sum of all, on every rank."""
+    """Passes over batches of these sizes; gradients are the sum of all, on every rank.
+
+    Until the last one, `unfinished` passes communicate no gradient of a weight.
+    """
+    recorder = both.parallel.program.world.recorder
     for i, samples in enumerate(sizes):
         batch, last = ragged(samples, seed + i), i == len(sizes) - 1
+        recorder.start()
         loss = both.parallel.backward_step(batch, accumulate=unfinished and not last)
+        synced = [c for c in recorder.stop() if c.phase == "sync" and c.axes != ("world",)]
+        assert not (synced and unfinished and not last), synced
         close(loss, both.eager(batch))
     both.same_gradients()
 

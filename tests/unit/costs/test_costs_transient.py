@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -148,3 +149,18 @@ def test_a_narrow_loss_works_in_float32():
     found = walk(nodes, {X: logits, Ref("t"): target}, outputs=(B,), grads={A, B})
     assert found.forward_bytes == 500 * (2 + 4) + 4
     assert found.backward_bytes == 500 * (2 + 4) + 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "ahead", "back"), [("float32", 4, 0, 4), ("bfloat16", 2, 8, 12)]
+)
+def test_a_batch_norm_works_in_float32(dtype, size, ahead, back):
+    """Its input is saved, not transient; the normed values are made once more in the backward."""
+    x = spec(6, 5, 4, dtype=dtype)
+    nodes = [
+        node("a", "aten.add.Tensor", X, 1, out=x),
+        node("b", "autopar.batch_norm.default", A, *(None,) * 5, 0.1, 1e-5, out=x),
+    ]
+    found = walk(nodes, {X: x}, outputs=(B,), grads={A, B})
+    assert found.forward_bytes == 120 * (size + ahead)
+    assert found.backward_bytes == 120 * (2 * size + back)
