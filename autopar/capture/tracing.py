@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def trace(
     dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
     notes: list[str] = []
     try:
-        with watch_silent_drops(notes), traceable_grouped_mm(), _quiet():
+        with watch_silent_drops(notes), traceable_grouped_mm(), _alone(), _quiet():
             program = torch.export.export(
                 wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
             )
@@ -105,6 +106,14 @@ def trace(
         output_tree=json.dumps(tree.tree),
         notes=(*notes, *tree.notes),
     )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A model that asks finds itself on one device: `nn.SyncBatchNorm` is then a batch norm, which
+    is synchronised anyway."""
+    with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+        yield
 
 
 @contextlib.contextmanager

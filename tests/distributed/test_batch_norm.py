@@ -6,6 +6,8 @@ pytorch/pytorch#46516). Here they are those of the whole batch: there is one mic
 ranks sum.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from beside import Beside, close
 from torch import nn
 
+import autopar
 from autopar.codegen.traffic import totals
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
@@ -153,6 +156,25 @@ def test_several_micro_batches_are_refused_with_the_reason(pool2):
     assert micro_batches == 1
     assert any("one micro-batch only" in note and "(and 2 more)" in note for note in notes)
     assert counts == {"forward": 3, "backward": 3, "sync": 1}
+
+
+def check_converted():
+    """A model made for DistributedDataParallel: the norm of each rank's batch, synchronised by
+    collectives of its own. Captured on one device, it is one over the whole batch."""
+    torch.manual_seed(0)
+    model = ConvNet().double()
+    twin = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    assert isinstance(twin.norm, nn.SyncBatchNorm)
+    optimizer = (torch.optim.SGD, {"lr": 0.1})
+    parallel = autopar.parallelize(twin, "local:2", pins={"data": 2}, optimizer=optimizer)
+    close(parallel.backward_step(images(5)), model(**images(5))["loss"].detach())
+    held = parallel.full_state_dict()
+    for name, value in held.items():
+        close(value, model.state_dict()[name])
+
+
+def test_a_synchronised_batch_norm_is_a_batch_norm(pool2):
+    pool2.run(check_converted)
 
 
 def check_given_statistics():
