@@ -21,7 +21,11 @@ from autopar.capture.grouped import traceable_grouped_mm
 from autopar.capture.locations import location_of_error
 from autopar.capture.outputs import OutputTree, check_loss, find_loss
 from autopar.capture.sizes import FIXED_SIZES
-from autopar.capture.watch import refuse_module_hooks, watch_silent_drops
+from autopar.capture.watch import (
+    refuse_cumulative_averages,
+    refuse_module_hooks,
+    watch_silent_drops,
+)
 from autopar.errors import CaptureError
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -86,6 +90,7 @@ def trace(
     """
     _refuse_outer_autocast()
     refuse_module_hooks(model)
+    refuse_cumulative_averages(model)
     trees: list[OutputTree] = []
     wrapper = ModelWithLoss(model, entries, loss_fn, trees.append)
     tensors = example_tensors(entries, samples, model_device(model))

@@ -79,6 +79,18 @@ def _refuse_hook(_self: Tensor, _hook: object) -> None:
     )
 
 
+def refuse_cumulative_averages(model: nn.Module) -> None:
+    """CaptureError for a batch norm in training whose momentum follows from its counter."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if module.training and module.track_running_stats and module.momentum is None:
+            raise CaptureError(
+                f"module {path}: {type(module).__name__} has momentum None, so that its running "
+                "statistics are a cumulative average; expected a number"
+            )
+
+
 def refuse_module_hooks(model: nn.Module) -> None:
     """CaptureError if a module has a backward hook, which a graph of ops cannot run."""
     for name, module in model.named_modules():

@@ -292,6 +292,17 @@ def test_a_batch_norm_in_training_takes_its_state_along():
     assert first_difference(captured.graph, capture(model.eval(), (X,)).graph) is None
 
 
+def test_a_cumulative_average_is_refused():
+    def prepare(model):
+        model.norm.momentum = None
+
+    message = refusal(lambda self, x: self.norm(self.linear(x)).sum(), prepare)
+    assert message.startswith("module norm: BatchNorm1d has momentum None")
+    model = Model(lambda self, x: self.norm(self.linear(x)).sum())
+    prepare(model)
+    assert capture(model.eval(), (X,)).graph.loss is not None
+
+
 def test_batch_norm_statistics_that_are_no_buffers_are_refused():
     message = refusal(
         lambda self, x: (
