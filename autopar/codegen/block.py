@@ -193,6 +193,15 @@ def block_source(source: BlockSource) -> str:
         f"WEIGHTS = (\n{keys})\n" if keys else "WEIGHTS = ()\n",
         "",
     ]
+    gathers = [
+        f'    "{source.weights[ref]}": ({gather.axes!r}, {gather.dim}, '
+        f"{source.specs[ref].shape[gather.dim].const}),\n"
+        for ref, gather in source.gathers.items()
+        if gather
+    ]
+    if gathers:
+        note = "# Weights that lie in shards: the axes and the dim they are split on, its extent."
+        parts.insert(-1, f"{note}\nGATHERS = {{\n{''.join(gathers)}}}\n")
     functions = ["\n".join(_forward(source, *forward)) for forward in source.forwards]
     return "\n".join([*parts, "\n\n\n".join(functions), ""])
 

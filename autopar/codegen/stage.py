@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -295,7 +295,17 @@ class StagePrinter:
             printer.lines.append(
                 f"{', '.join(received)}{',' if len(received) == 1 else ''} = received"
             )
-        for use, block in zip(self.stage.blocks, self.blocks, strict=True):
+        ahead = [self._ahead(use, block) for use, block in self._uses()]
+        gathers = any(is_ahead for _, is_ahead in ahead)
+        if gathers:
+            printer.lines.append(f"w_next = {ahead[0][0]}")
+        for i, (use, block) in enumerate(self._uses()):
+            printer.lines.append(f"# -- block {block.index}: {block.module_path or 'model'}")
+            printer.lines.append(f"w_block = {'w_next' if gathers else ahead[i][0]}")
+            if gathers and i + 1 < len(ahead):
+                text, is_ahead = ahead[i + 1]
+                note = "  # on their way while this block runs" if is_ahead else ""
+                printer.lines.append(f"w_next = {text}{note}")
             self._call_block(printer, use, block)
         results = [printer.names[ref, view.shared[ref]] for ref in self.sent()]
         if not self.sent():
@@ -324,12 +334,19 @@ class StagePrinter:
             printer.names.bind(ref, layout, name)
             names.append(name)
         random = view.first_random(block.nodes)
-        weights = self._weights(variant, block)
         call = ["w_block", "ctx", str(random), *arguments]
         text = f"{use.variant}.{forward_name(use.recompute)}({', '.join(call)})"
-        printer.lines.append(f"# -- block {block.index}: {block.module_path or 'model'}")
-        printer.lines.append(f"w_block = {weights}")
         printer.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}")
+
+    def _uses(self) -> Iterator[tuple[BlockPlan, Block]]:
+        return zip(self.stage.blocks, self.blocks, strict=True)
+
+    def _ahead(self, use: BlockPlan, block: Block) -> tuple[str, bool]:
+        """The weights of a block, and whether that starts to gather some."""
+        text = self._weights(self.variants[use.variant], block)
+        if not self.view.gathers(block):
+            return text, False
+        return f"comm.prefetch({text}, {use.variant}.GATHERS, ctx)", True
 
     def _weights(self, variant: Variant, block: Block) -> str:
         keys = weight_keys(self.view, variant)

@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterable
 from autopar.ir.graph import Ref
 from autopar.ir.placement import R_STAR, Layout, R
 
-_RESERVED = frozenset({"w", "ctx", "F", "torch", "comm", "kernels", "batch", "random", "inputs"})
+_RESERVED = frozenset(
+    {"w", "w_block", "w_next", "ctx", "F", "torch", "comm", "kernels", "batch", "random", "inputs"}
+)
 
 
 class ValueNames:

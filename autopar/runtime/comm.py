@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime import primitives, shards
 from autopar.runtime.axes import AxisGroup
-from autopar.runtime.gather import gather_weight
+from autopar.runtime.gather import gather_weight, prefetch
 from autopar.runtime.shards import Pieces
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "gather_sum_gradient",
     "gather_weight",
     "keep_on_first",
+    "prefetch",
     "sum_and_scatter",
     "sum_gradient",
     "sum_partial",

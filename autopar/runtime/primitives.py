@@ -57,15 +57,28 @@ def all_gather(
     `sizes` are the extents of `dim` on the ranks; shorter shards are padded at the end, since gloo
     and NCCL gather equal parts only.
     """
-    own = _padded(x.detach(), dim, max(sizes))
+    return start_all_gather(x, axis, dim, sizes, backward=backward)()
+
+
+def start_all_gather(
+    x: Tensor, axis: AxisGroup, dim: int, sizes: Sequence[int], *, backward: bool = False
+) -> Callable[[], Tensor]:
+    """Begin `all_gather`; the function that is returned waits for its result."""
+    own, work = _padded(x.detach(), dim, max(sizes)), None
     if axis.group is None:
-        return own.unsqueeze(0)
+        return lambda: own.unsqueeze(0)
     flat = own.new_empty(axis.size * own.numel())
     if own.numel():
         nbytes = own.nbytes // max(sizes) * sum(sizes)
         axis.recorder.note(CollectiveOp.ALL_GATHER, nbytes, axis.axes, backward=backward)
-        dist.all_gather_single(_flat(flat), _flat(own), group=axis.group)
-    return flat.view(axis.size, *own.shape)
+        work = dist.all_gather_single(_flat(flat), _flat(own), group=axis.group, async_op=True)
+
+    def finish(sent: Tensor = own) -> Tensor:  # what is sent must live until it is
+        if work is not None:
+            work.wait()
+        return flat.view(axis.size, *sent.shape)
+
+    return finish
 
 
 def reduce_scatter(

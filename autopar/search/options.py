@@ -37,7 +37,9 @@ class ClassOption:
     Weights that lie in shards (ZeRO level 3) are gathered one block ahead, so that gathering hides
     behind the compute of the block before, taken to be as long as this one's own; only what is
     longer adds to the time. It does not hide behind other collectives, nor on devices whose
-    communication takes the cores that compute (`OVERLAPS`).
+    communication takes the cores that compute (`OVERLAPS`), nor for the first block of a stage's
+    forward or backward, which has none before it: `cold` is the share of such blocks, charged to
+    every block alike, since cuts are not known yet.
     """
 
     choices: tuple[NodeChoice, ...]
@@ -47,6 +49,7 @@ class ClassOption:
     state: StateCost
     bound_s: float
     overlaps: bool = True
+    cold: float = 0.0
 
     @property
     def zero(self) -> int:
@@ -68,7 +71,8 @@ class ClassOption:
         return self.cost.backward_s + self.again.time_s + self._exposed_s(gather_s, compute_s)
 
     def _exposed_s(self, gather_s: float, compute_s: float) -> float:
-        return max(0.0, gather_s - (compute_s if self.overlaps else 0.0))
+        hides = (1.0 - self.cold) if self.overlaps else 0.0
+        return gather_s - hides * min(gather_s, compute_s)
 
     @property
     def saved_bytes(self) -> int:
@@ -142,6 +146,7 @@ def class_options(
                     state=state,
                     bound_s=sharding.bound,
                     overlaps=OVERLAPS.get(pricer.device.kind, True),
+                    cold=min(1.0, grid.pipe.num_stages / len(setting.chain.blocks)),
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
             ]

@@ -100,6 +100,47 @@ def test_numbers_and_collectives_equal(pool4, case, tmp_path):
     assert case.zero in levels
 
 
+SPLIT = "recompute=none schedule=zb-h1"
+ORDERED = [
+    Case("gpt_tiny", "pp2dp2", 3, 4, more="recompute=selective"),
+    Case("gpt_tiny", "pp2dp2", 3, 3, more=SPLIT),
+    Case("llama_tiny", "hsdp", 3, 3, more="recompute=all"),
+]
+
+
+def events(job):
+    """What this rank communicates in a step over the axes that split samples, in order."""
+    model, batch, _ = build(job)
+    parallel = ParallelModel(
+        load_program(job.folder),
+        model,
+        optimizer=(optimizer_class(job.optimizer), dict(job.optimizer_kwargs)),
+        constants=job.constants,
+    )
+    recorder = parallel.world.recorder
+    recorder.start()
+    parallel.train_step(batch)
+    found = recorder.stop()
+    return parallel.world.stages, [e for e in found if set(e.axes) <= {"data", "shard"}]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_weights_are_gathered_in_one_order_on_all_ranks(pool4, case, tmp_path):
+    source, planned = plan_of(case.model, 4, case.pins, case.precision)
+    job = job_of(source, planned, tmp_path, case)
+    report = local.summarise(planned, pool4.run(verify_job, job), TOLERANCE[job.dtype], job.steps)
+    assert report.first_difference is None, report.text
+    assert report.unplanned == (), report.text
+    by_stages = {}
+    for stages, found in pool4.run(events, job):
+        assert any(e.op.name == "ALL_GATHER" and e.phase == "backward" for e in found)
+        by_stages.setdefault(stages, []).append(found)
+    assert len(by_stages) == planned.plan.pipeline
+    for others in by_stages.values():
+        assert len(others) > 1
+        assert all(found == others[0] for found in others)
+
+
 def measure(job):
     """The terms this rank holds after a step, its stages' first."""
     model, batch, _ = build(job)

@@ -186,6 +186,22 @@ def test_a_block_gathers_its_weights_in_plain_sight():
     assert not any("w[" in line for line in lines if "gather_weight" not in line)
 
 
+def test_a_stage_starts_the_gathering_of_the_next_block_before_it_runs_one():
+    files = plan(Stack, zero=3, data=4).files()
+    stage = next(text for text in files.values() if "def forward(w, ctx, received" in text)
+    steps = [
+        "start" if "comm.prefetch(" in line else "take" if "w_block = w_next" in line else "run"
+        for line in stage.splitlines()
+        if "comm.prefetch(" in line or "w_block = w_next" in line or "(w_block, " in line
+    ]
+    assert steps[:4] == ["start", "take", "start", "run"]
+    assert steps[-2:] == ["take", "run"]
+    assert steps.count("start") == steps.count("run") >= 2
+    block = next(text for text in files.values() if "gather_weight" in text)
+    assert "    \"layers.0.weight\": (('data',), 0, 8)," in block.splitlines()
+    assert not any("prefetch" in text for text in plan(Stack, zero=1, data=4).files().values())
+
+
 def test_levels_are_named_with_their_axes():
     names = {level: techniques(plan(Stack, zero=level, data=4).plan) for level in range(4)}
     assert not any("ZeRO" in line for line in names[0])
