@@ -38,8 +38,8 @@ class ClassOption:
     behind the compute of the block before, taken to be as long as this one's own; only what is
     longer adds to the time. It does not hide behind other collectives, nor on devices whose
     communication takes the cores that compute (`OVERLAPS`), nor for the first block of a stage's
-    forward or backward, which has none before it: `cold` is the share of such blocks, charged to
-    every block alike, since cuts are not known yet.
+    forward or backward, which has none before it: `cold` is the share of such blocks among those
+    that have weights, charged to all of these alike, since cuts are not known yet.
     """
 
     choices: tuple[NodeChoice, ...]
@@ -130,6 +130,7 @@ def class_options(
     """
     setting = pricer.setting
     block = setting.chain.representative(class_index)
+    with_weights = sum(1 for other in setting.chain.blocks if other.parameters)
     prices = pricer.prices(grid)
     found: list[ClassOption] = []
     for sharding in _shardings(pricer, grid, class_index, fixed):
@@ -146,7 +147,7 @@ def class_options(
                     state=state,
                     bound_s=sharding.bound,
                     overlaps=OVERLAPS.get(pricer.device.kind, True),
-                    cold=min(1.0, grid.pipe.num_stages / len(setting.chain.blocks)),
+                    cold=min(1.0, grid.pipe.num_stages / max(with_weights, 1)),
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
             ]

@@ -142,13 +142,13 @@ def test_gradients_accumulate_whole_over_micro_batches(pricer):
 
 
 def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
-    """The first of five blocks waits for its own weights: a fifth of what could hide does not."""
+    """The first of four layers waits for its own weights: a quarter of what could hide does not."""
     found = pricer(pins=["zero=3", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
     (option,) = class_options(found, grid(), block.class_index, {})
     run, gather = option.cost, option.state.gather_s
     assert option.overlaps
-    assert option.cold == 1 / len(found.setting.chain.blocks) == 1 / 5
+    assert option.cold == 1 / LAYERS
     warm = replace(option, cold=0.0)
     slow = replace(run, forward_compute_s=gather / 4)
     assert replace(warm, cost=slow).forward_s == run.forward_s + gather * 3 / 4
@@ -156,7 +156,7 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
     fast = replace(run, forward_compute_s=2 * gather)
     assert replace(warm, cost=fast).forward_s == run.forward_s
     exposed = replace(option, cost=fast).forward_s - run.forward_s
-    assert exposed == pytest.approx(gather / 5)
+    assert exposed == pytest.approx(gather / 4)
 
 
 def test_on_a_cpu_nothing_hides(pricer):
