@@ -304,8 +304,9 @@ class StagePrinter:
             printer.lines.append(f"w_block = {'w_next' if gathers else ahead[i][0]}")
             if gathers and i + 1 < len(ahead):
                 text, is_ahead = ahead[i + 1]
-                note = "  # on their way while this block runs" if is_ahead else ""
-                printer.lines.append(f"w_next = {text}{note}")
+                if is_ahead:
+                    printer.lines.append("# the next block's weights come while this block runs")
+                printer.lines.append(f"w_next = {text}")
             self._call_block(printer, use, block)
         results = [printer.names[ref, view.shared[ref]] for ref in self.sent()]
         if not self.sent():

@@ -105,6 +105,7 @@ ORDERED = [
     Case("gpt_tiny", "pp2dp2", 3, 4, more="recompute=selective"),
     Case("gpt_tiny", "pp2dp2", 3, 3, more=SPLIT),
     Case("llama_tiny", "hsdp", 3, 3, more="recompute=all"),
+    Case("gpt_tiny", "pp2dp2", 3, 4, more="recompute=none schedule=interleaved-1f1b"),
 ]
 
 
