@@ -24,7 +24,7 @@ from autopar.errors import InputError
 from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
-from autopar.ir.precision import PRECISIONS
+from autopar.ir.precision import PRECISIONS, Precision
 from autopar.plan.check import check_plan
 from autopar.plan.fingerprint import check_cluster, check_model
 from autopar.plan.plan import Plan
@@ -32,7 +32,15 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.search import Pins, Setting, check_backend, make_plan, parse_pins, split_classes
 from autopar.sources import Batch, LossFn, ModelSource, load_source
 
-__all__ = ["ModelSource", "PlanOptions", "Planned", "load_source", "plan_model", "plan_source"]
+__all__ = [
+    "ModelSource",
+    "PlanOptions",
+    "Planned",
+    "load_source",
+    "plan_captured",
+    "plan_model",
+    "plan_source",
+]
 
 Progress = Callable[[str, float | None], None]
 
@@ -55,7 +63,8 @@ def _quiet(what: str, done: float | None) -> None:
 class PlanOptions:
     """What a planning request asks for, besides model and cluster.
 
-    `global_batch` defaults to the source's own. `pins` are (key, value) texts.
+    `global_batch` defaults to the source's own. `pins` are (key, value) texts; without `price_pins`
+    the plan does not say what they cost, which saves a search of everything that they rule out.
     """
 
     global_batch: int | None = None
@@ -63,6 +72,7 @@ class PlanOptions:
     optimizer: str = "adamw"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pins: tuple[tuple[str, str], ...] = ()
+    price_pins: bool = True
     memory_limit_bytes: int | None = None
     time_limit_s: float = 60.0
     backend: str = "highs"
@@ -102,15 +112,26 @@ def plan_model(
     Raises CaptureError, InputError or InfeasiblePlan with the reason.
     """
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    pins = parse_pins(options.pins, SCHEDULES)
-    precision = PRECISIONS.get(options.precision)
-    if precision is None:
-        raise InputError(
-            f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
-        )
-    check_backend(options.backend)
+    _checked(options)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
+    return plan_captured(captured, where, options, name=name, progress=progress)
+
+
+def plan_captured(
+    captured: Captured,
+    cluster: Cluster | str,
+    options: PlanOptions,
+    *,
+    name: str = "model",
+    progress: Progress = _quiet,
+) -> Planned:
+    """Plan a model that is captured already, in the dtype of `options.precision`.
+
+    Raises InputError or InfeasiblePlan with the reason.
+    """
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    pins, precision = _checked(options)
     progress("finding blocks", None)
     chain = _blocks(captured.graph, pins, _least_blocks(pins))
     setting = Setting(
@@ -125,6 +146,7 @@ def plan_model(
             optimizer_kwargs=options.optimizer_kwargs,
         ),
         pins=pins,
+        price_pins=options.price_pins,
         memory_limit_bytes=options.memory_limit_bytes,
         profile=options.profile,
         backend=options.backend,
@@ -132,6 +154,17 @@ def plan_model(
     )
     plan = make_plan(setting, progress)
     return with_collectives(Planned(captured=captured, chain=chain, plan=plan))
+
+
+def _checked(options: PlanOptions) -> tuple[Pins, Precision]:
+    """Pins and precision by name. Raises InputError, of the backend too."""
+    pins, precision = parse_pins(options.pins, SCHEDULES), PRECISIONS.get(options.precision)
+    if precision is None:
+        raise InputError(
+            f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
+        )
+    check_backend(options.backend)
+    return pins, precision
 
 
 def _blocks(graph: OpGraph, pins: Pins, least: int) -> BlockChain:

@@ -200,7 +200,7 @@ def _prepare(
     dtype = runnable(precision).param_dtype
     optimizer_class(options.optimizer)
     if plan is None:
-        planned = plan_source(source, where, options, progress)
+        planned = plan_source(source, where, replace(options, price_pins=False), progress)
     else:
         planned = adopt_source(plan, source, where, progress)
     training = planned.plan.training

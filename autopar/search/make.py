@@ -39,7 +39,7 @@ def make_plan(setting: Setting, progress: Progress = lambda what, done: None) ->
     """The best plan of a setting.
 
     Raises InfeasiblePlan or InputError with the reason. With pins, a second search without them
-    tells what they cost.
+    tells what they cost, unless the setting does not ask.
     """
     pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
     setting = replace(setting, pins=pins)
@@ -180,7 +180,9 @@ def _candidate(staged: Staged, best_s: float) -> Candidate:
 def _pin_prices(
     setting: Setting, plan: Plan, found: Found, progress: Progress
 ) -> tuple[PinPrice, ...]:
-    """What the pins cost together, against the free optimum."""
+    """What the pins cost together, against the free optimum; None where it is not asked for."""
+    if not setting.price_pins:
+        return tuple(PinPrice(key=key, value=value) for key, value in setting.pins.items())
     free = Planner(setting=replace(setting, pins=Pins()), progress=progress).search()
     cost = found.best.solution.objective - free.best.solution.objective
     return tuple(

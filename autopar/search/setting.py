@@ -21,8 +21,9 @@ from autopar.search.pins import Pins
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(GraphFacts):
-    """One planning request. `memory_limit_bytes` caps what a device offers; `backend` and
-    `time_limit_s` are the solver's."""
+    """One planning request. `price_pins` asks what the pins cost against the free optimum,
+    `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
+    """
 
     name: str
     chain: BlockChain
@@ -30,6 +31,7 @@ class Setting(GraphFacts):
     global_batch: int
     training: Training
     pins: Pins = field(default_factory=Pins)
+    price_pins: bool = True
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
     backend: str = "highs"

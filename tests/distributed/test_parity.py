@@ -161,7 +161,7 @@ def spec_of(model):
 def plan_of(model, devices, pins, precision):
     spec = spec_of(model)
     source = load_source(spec, seq_len=None if ":" in spec else SEQ)
-    options = PlanOptions(global_batch=SAMPLES, pins=pins, precision=precision)
+    options = PlanOptions(global_batch=SAMPLES, pins=pins, precision=precision, price_pins=False)
     return source, plan_source(source, f"local:{devices}", options)
 
 

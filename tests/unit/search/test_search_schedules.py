@@ -24,7 +24,7 @@ from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
-from autopar.search import make
+from autopar.search import make_plan
 from autopar.search.pins import parse_pins
 from autopar.search.pipelines import (
     FREE,
@@ -69,10 +69,9 @@ def planned(**pins):
         global_batch=32,
         training=Training(precision=PRECISIONS["fp32"]),
         pins=parse_pins([(key, str(value)) for key, value in pins.items()], SCHEDULES),
+        price_pins=False,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "_pin_prices", lambda *args: ())
-        return make.make_plan(setting)
+    return make_plan(setting)
 
 
 def pipelines():
