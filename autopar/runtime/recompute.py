@@ -63,12 +63,11 @@ class Recomputation:
         segment = _Segment(function, [self._keep(arg) for arg in args])
         with saved_tensors_hooks(segment.pack, _unpack):
             results = function(*args)
-        given = {t.untyped_storage().data_ptr() for arg in args for t in _tensors(arg)}
+        given = {_storage(t) for arg in args for t in _tensors(arg)}
         for index, result in enumerate(_tuple(results)):
-            address = result.untyped_storage().data_ptr()
-            if address not in given:
+            if (storage := _storage(result)) not in given:
                 made = _Result(segment, index, weakref.ref(result), result.dtype)
-                self._made.setdefault(address, []).append(made)
+                self._made.setdefault(storage, []).append(made)
         return results
 
     def _keep(self, arg: Argument) -> _Kept | dict[str, _Kept]:
@@ -91,7 +90,7 @@ class Recomputation:
         """The result that lies in the same storage; a result that is gone has no storage."""
         if tensor.is_conj() or tensor.is_neg():
             return None
-        for made in self._made.get(tensor.untyped_storage().data_ptr(), ()):
+        for made in self._made.get(_storage(tensor), ()):
             if made.alive() is not None and made.dtype == tensor.dtype:
                 return made
         return None
@@ -196,6 +195,12 @@ class _Segment:
             promise = reference()
             if promise is not None:
                 promise.value = tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which storage a tensor lies in, for as long as it lives. Not by the address of its memory:
+    a rank without samples has none, and must still run again what the others do."""
+    return tensor.untyped_storage()._cdata
 
 
 def _unpack(packed: Any) -> Tensor:

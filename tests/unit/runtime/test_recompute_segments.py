@@ -40,11 +40,11 @@ def forward(w, x, ctx, runs, *, again=None):
     return (linear(probs.t().contiguous() * gate, w["c"], None, ctx) * y).sum()
 
 
-def gradients(recompute, *, split=False, in_flight=1):
+def gradients(recompute, *, split=False, in_flight=1, rows=4):
     w, runs, losses, deferred = weights(), [], [], []
     for number in range(in_flight):
         torch.manual_seed(number + 1)
-        x = torch.randn(4, 8, requires_grad=True)
+        x = torch.randn(rows, 8, requires_grad=True)
         deferred.append([] if split else None)
         if recompute:
             with Recomputation() as again:
@@ -67,6 +67,11 @@ def test_gradients_are_equal_to_the_bit_and_every_part_runs_twice(split, in_flig
     for name, grad in plain.items():
         assert torch.equal(found[name], grad), name
     assert sorted(runs) == sorted(["gelu", "probs"] * 2 * in_flight)
+
+
+def test_a_rank_without_samples_runs_the_same_parts_again():
+    """Parts may communicate; empty tensors have no memory to be told apart by."""
+    assert gradients(True, rows=0)[1] == gradients(True)[1] == ["gelu", "probs"] * 2
 
 
 def test_hooks_around_a_block_get_what_is_kept_and_nothing_else():
