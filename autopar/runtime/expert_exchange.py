@@ -3,7 +3,7 @@
 Each rank along the axis holds consecutive experts. `held` has one line per rank that slots are
 from, one column per expert of this rank. How many rows travel follows from the routing alone, and
 every rank takes part in every exchange, with no row if need be. The bytes noted are those of this
-rank's own rows, which do not depend on the routing.
+rank's own rows, which do not depend on the routing, and of the counts, which every rank sends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def route_exchange(chosen: Tensor, experts: int, axis: AxisGroup) -> tuple[Tenso
         counts.split(list(owned)),
         axis,
         [(owned[axis.rank],)] * axis.size,
-        nbytes=counts.nbytes if chosen.numel() else 0,
-        always=True,
+        nbytes=counts.nbytes,
     )
     return order, counts, torch.stack(received)
 
