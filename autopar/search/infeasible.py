@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, inf
 
-from autopar.ir.mesh import TENSOR, MeshAxis
+from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis
 from autopar.plan.text import amount, spans
+from autopar.rules.context import ATTENTION, attention_kind
 from autopar.search.assemble import StageHeld, stage_terms
 from autopar.search.block import HEAVY_OPS
+from autopar.search.grid import Grid
 from autopar.search.grids import widest_tensor
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
-
-_ATTENTION = "aten.scaled_dot_product_attention"
 
 
 def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
@@ -135,13 +135,13 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
         weights = {ref.name for ref in block.parameters}
         for node in setting.block_nodes(block):
             weighted = node.op in HEAVY_OPS and any(r.name in weights for r in node.inputs())
-            if not weighted and node.op != _ATTENTION:
+            if not weighted and node.op != ATTENTION:
                 continue
             offered = pricer.strategies(node, MeshAxis(name=TENSOR, size=degree))
             if any(pricer.splits_work(node, strategy) for strategy in offered):
                 continue
             shapes = ", ".join(str(setting.specs[ref]) for ref in node.inputs()[:3])
-            heads = setting.specs[node.inputs()[0]].shape[1] if node.op == _ATTENTION else None
+            heads = setting.specs[node.inputs()[0]].shape[1] if node.op == ATTENTION else None
             why = (
                 f"its {heads} heads cannot be split evenly over {degree} ranks"
                 if heads is not None
@@ -161,3 +161,28 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
                 + (remedy if heads is not None else "")
             )
     return None
+
+
+def explain_attention(setting: Setting, grids: Sequence[Grid]) -> str | None:
+    """Why no attention of the model can meet its keys as pinned on a context axis, or None if some
+    can. Attention that cannot, beside some that can, is left to the search."""
+    pinned = setting.pins.attention
+    nodes = [node for node in setting.graph.nodes if node.op == ATTENTION]
+    axes = {a for grid in grids for a in grid.mesh if a.name == CONTEXT and a.size > 1}
+    if pinned is None or not nodes or not axes:
+        return None
+    kinds = {
+        attention_kind(node, strategy)
+        for axis in axes
+        for node in nodes
+        for strategy in setting.strategies(node, axis)
+    }
+    if pinned in kinds:
+        return None
+    dropout = pinned == "ring" and all(node.arg(4, "dropout_p", 0.0) for node in nodes)
+    why = ": a ring does not drop out attention weights" if dropout else ""
+    sizes = ", ".join(str(size) for size in sorted({axis.size for axis in axes}))
+    return (
+        f"attention={pinned} is pinned, but {nodes[0].target} in {nodes[0].module_path} cannot be "
+        f"run so over context {sizes}{why}; it offers: {', '.join(sorted(kinds - {''})) or 'none'}"
+    )

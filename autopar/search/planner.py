@@ -15,7 +15,11 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.grid import Grid
 from autopar.search.grids import NEAR, grids
-from autopar.search.infeasible import explain_infeasible, explain_unsplittable
+from autopar.search.infeasible import (
+    explain_attention,
+    explain_infeasible,
+    explain_unsplittable,
+)
 from autopar.search.options import ClassOption, class_options
 from autopar.search.pipelines import FREE, Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
@@ -120,7 +124,7 @@ class Planner:
         """
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
-        self._check_tensor_pin()
+        self._check_pins(candidates)
         seen, first = _Seen(), self._first_schedule()
         for choose in (self._by_first_schedule, self._by_other_schedules):
             queue = choose(candidates, first, seen)
@@ -190,12 +194,14 @@ class Planner:
             return inf
         return max(staged.solution.bound, self._lower_bound(staged.grid))
 
-    def _check_tensor_pin(self) -> None:
+    def _check_pins(self, candidates: Sequence[Grid]) -> None:
+        """Raise InfeasiblePlan for a pin that would be honoured in name only."""
         degree = self.setting.pins.tensor
-        if degree is not None and degree > 1:
+        message = explain_attention(self.setting, candidates)
+        if message is None and degree is not None and degree > 1:
             message = explain_unsplittable(self.pricer, degree)
-            if message:
-                raise InfeasiblePlan(message)
+        if message is not None:
+            raise InfeasiblePlan(message)
 
     def _first_schedule(self) -> tuple[str, int] | None:
         """The schedule that is searched first; None where pins say which ones there are."""

@@ -16,7 +16,14 @@ from torch import nn
 
 import autopar
 from autopar.capture import capture, find_blocks
-from autopar.compiler import Planned, PlanOptions, adopt_plan, plan_model
+from autopar.compiler import (
+    Planned,
+    PlanOptions,
+    adopt_plan,
+    load_source,
+    plan_model,
+    plan_source,
+)
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import Training
 from autopar.errors import InfeasiblePlan, InputError, PlanMismatch
@@ -694,6 +701,17 @@ def test_heads_that_a_pinned_degree_does_not_divide():
     with pytest.raises(InfeasiblePlan, match=message) as caught:
         tiny_gpt(["tensor=3"], "local:3")
     assert caught.value.exit_status == 1
+
+
+def test_a_ring_where_attention_drops_out():
+    """The pin is not passed over in silence; without dropout it is honoured."""
+    pins = ["context=2", "tensor=1", "data=1", "pipeline=1", "attention=ring", "recompute=none"]
+    given = tuple(tuple(pin.split("=")) for pin in pins)
+    options = PlanOptions(global_batch=4, pins=given, price_pins=False)
+    message = r"attention=ring .* over context 2: a ring does not drop out .*offers: gather, heads"
+    with pytest.raises(InfeasiblePlan, match=message):
+        plan_source(load_source("gpt_tiny_dropout", seq_len=8), "local:2", options)
+    assert plan_source(load_source("gpt_tiny", seq_len=8), "local:2", options).plan
 
 
 # -- search time (alpa PR#681, autoparallel PR#320, PR#432, PR#484) --------------------------------
