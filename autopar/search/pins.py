@@ -18,7 +18,7 @@ ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
 ATTENTION = ("gather", "ring", "heads")
 CHOICES = ("schedule", "sequence", "attention", "recompute", "zero")
-KEYS = (*DEGREES, *CHOICES, "zero", "weight:NAME", "boundary")
+KEYS = (*DEGREES, *CHOICES, "weight:NAME", "boundary")
 _SHOWN = 8
 
 

@@ -231,13 +231,16 @@ BAD_USAGE = [
     ((*PLAN, "--pin", "=2"), "argument --pin: expected KEY=VALUE, found '=2'"),
     ((*PLAN, "--pin", "tensor=two"), "pin tensor=two: expected a whole number"),
     ((*PLAN, "--pin", "tensr=2"), "unknown pin 'tensr'; did you mean tensor"),
-    ((*PLAN, "--pin", "colour=2"), "unknown pin 'colour'; known pins: pipeline, data, tensor"),
+    (
+        (*PLAN, "--pin", "colour=2"),
+        "unknown pin 'colour'; known pins: pipeline, data, context, tensor",
+    ),
     ((*PLAN, "--pin", "schedule=fast"), "pin schedule=fast: expected one of gpipe, 1f1b"),
     (
         (*PLAN, "--pin", "recompute=some"),
         "pin recompute=some: expected one of none, selective, all",
     ),
-    ((*PLAN, "--pin", "zero=3"), "pin zero=3: only zero=0"),
+    ((*PLAN, "--pin", "zero=4"), "pin zero=4: expected one of 0, 1, 2, 3"),
     ((*PLAN, "--pin", "weight:a=Q"), "pin weight:a=Q: not a placement: 'Q'"),
     ((*PLAN, "--pin", "data=2", "--pin", "data=4"), "pin data is given twice: 2 and 4"),
     ((*PLAN, "-o", "no/such/plan.json"), "-o no/such/plan.json: there is no folder no/such"),

@@ -164,7 +164,7 @@ REFUSED = {
         plan("models.py:branch"),
         BAD,
         r"models.py:\d+: control flow or a size depends on the values of a tensor",
-        r"use torch.where",
+        r"keep sizes fixed: torch.where",
     ),
     "data-dependent shape": (
         plan("models.py:shape"),
