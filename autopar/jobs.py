@@ -68,7 +68,7 @@ def verify_job(job: Job) -> RankReport:
         seed=job.seed,
         constants=job.constants,
     )
-    return compare(
+    report = compare(
         parallel,
         model,
         batch,
@@ -77,6 +77,8 @@ def verify_job(job: Job) -> RankReport:
         steps=job.steps,
         seed=job.seed,
     )
+    parallel.world.close()
+    return report
 
 
 def build_empty(job: Job) -> tuple[nn.Module, Batch, InitTape | None]:
@@ -112,4 +114,5 @@ def train_job(job: Job) -> list[tuple[float, float]]:
         loss = float(parallel.train_step(batch))
         dist.barrier()
         results.append((loss, time.perf_counter() - start))
+    parallel.world.close()
     return results

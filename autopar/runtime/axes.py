@@ -128,6 +128,16 @@ class World:
     everyone: AxisGroup
     channels: Mapping[tuple[int, str], dist.ProcessGroup]
     ties: Mapping[tuple[int, ...], AxisGroup]
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def close(self) -> None:
+        """Give back the process groups made for this run, with their threads and connections.
+
+        Nothing may communicate through them afterwards. All processes call it.
+        """
+        for group in self.groups:
+            if isinstance(group, dist.ProcessGroup):  # a stranger to the group has a number
+                dist.destroy_process_group(group)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -154,6 +164,10 @@ class _Groups:
             self._made[ranks] = made
         return self._made[ranks]
 
+    def made(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups made here, in the order they were asked for."""
+        return tuple(group for ranks, group in self._made.items() if ranks != self._world)
+
 
 def create_world(
     axes: Sequence[tuple[str, int]],
@@ -176,15 +190,18 @@ def create_world(
     wide = _wide_joins(axes, joins)
     meshes = tuple(_mesh(axes, tuple(ranks), rank, wide, groups, recorder) for ranks in stages)
     channels = _channels([tuple(ranks) for ranks in stages])
+    everyone = _group(("world",), tuple(range(size)), rank, groups, recorder)
+    tied = _ties(stages, sorted(set(ties)), rank, groups, recorder)
     return World(
         rank=rank,
         size=size,
         device=torch.device(device),
         recorder=recorder,
         meshes=meshes,
-        everyone=_group(("world",), tuple(range(size)), rank, groups, recorder),
+        everyone=everyone,
         channels=channels,
-        ties=_ties(stages, sorted(set(ties)), rank, groups, recorder),
+        ties=tied,
+        groups=(*groups.made(), *dict.fromkeys(channels.values())),
     )
 
 

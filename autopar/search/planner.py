@@ -46,7 +46,7 @@ _COMPUTE, _SHARDED, _SCHEDULED = range(3)
 """What a bound has in it: every op at its fastest, the moves between them too, and the schedule's
 real bubble. Grids are bounded again, sharper, only when their turn comes."""
 
-PATIENCE = 24
+PATIENCE = 48
 """Grids solved in a row without a better plan after which the search ends. Unlike a limit on time,
 it ends in the same place on any machine."""
 
