@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -87,5 +88,7 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
         except Exception:
             pipe.send(Report(rank=rank, at_s=time.monotonic(), error=traceback.format_exc()))
             os._exit(1)
+        value = None
+        gc.collect()  # process groups that the call gave up end their threads when they are gone
     dist.destroy_process_group()
     os._exit(0)  # quicker than taking the interpreter down
