@@ -189,3 +189,19 @@ def check_nested():
 
 def test_two_axes(pool4):
     pool4.run(check_nested)
+
+
+def close_a_world():
+    """Groups of a pipeline over two stages, given up; how many are known before, between, after."""
+    known = dist.distributed_c10d._world.pg_map
+    counts = [len(known)]
+    world = create_world([("tensor", 2)], [[0, 1], [2, 3]], ties=[(0, 1)])
+    counts.append(len(known))
+    world.close()
+    dist.barrier()
+    return [*counts, len(known)]
+
+
+def test_a_world_gives_up_its_groups(pool4):
+    for before, between, after in pool4.run(close_a_world):
+        assert before == after < between
