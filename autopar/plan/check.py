@@ -144,7 +144,9 @@ def _ranks(plan: Plan) -> Problems:
                 f"{spans(stage.ranks)}"
             )
             continue
-        for rank in stage.ranks:
+        for rank, count in Counter(stage.ranks).items():
+            if count > 1:
+                yield f"rank {rank}: {count} times on stage {stage.index}"
             if owner.setdefault(rank, together) is not together:
                 yield f"rank {rank}: on stage {owner[rank].index} and on stage {stage.index}"
     outside = sorted(rank for rank in owner if not 0 <= rank < plan.cluster.num_devices)

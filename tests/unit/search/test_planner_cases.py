@@ -44,7 +44,7 @@ from autopar.search.block import node_options
 from autopar.search.grid import Grid
 from autopar.search.make import make_plan
 from autopar.search.pins import parse_pins
-from autopar.search.planner import Planner
+from autopar.search.planner import PATIENCE, Planner
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from model_zoo.gpt import GPT, GPTConfig
@@ -714,6 +714,9 @@ def test_a_ring_where_attention_drops_out():
     assert plan_source(load_source("gpt_tiny", seq_len=8), "local:2", options).plan
 
 
+IN_VAIN = f"feasible, ended after {PATIENCE} grids without a better plan"
+
+
 # -- search time (alpa PR#681, autoparallel PR#320, PR#432, PR#484) --------------------------------
 
 
@@ -747,11 +750,14 @@ def unhurried(deep):
 
 
 @pytest.mark.slow
-def test_a_deep_model_is_proven_and_the_same_every_time(deep, unhurried):
+def test_a_deep_model_has_a_labelled_gap_and_is_the_same_every_time(deep, unhurried):
     """autoparallel PR#484: exact, or with a reported gap."""
     certificate = unhurried.certificate
-    assert (certificate.status, certificate.gap <= 1e-6) == ("optimal", True)
-    assert certificate.solved + certificate.pruned == certificate.grids
+    assert certificate.status in ("optimal", IN_VAIN)
+    assert (certificate.status == "optimal") == (certificate.gap <= 1e-6)
+    assert 0 <= certificate.gap < 0.5 and certificate.solved >= 1
+    proven = certificate.solved + certificate.pruned == certificate.grids
+    assert proven == (certificate.status == "optimal")
     assert to_json(make_plan(replace(deep, time_limit_s=600.0))) == to_json(unhurried)
 
 
@@ -765,7 +771,7 @@ def test_a_plan_made_in_a_hurry_says_so(deep, unhurried, limit_s):
     except InfeasiblePlan as error:
         assert f"could be found in {limit_s:g} s" in str(error) and "give more time" in str(error)
         return
-    assert hurried.status in ("optimal", "feasible, time limit reached")
+    assert hurried.status in ("optimal", IN_VAIN, "feasible, time limit reached")
     assert (hurried.status == "optimal") == (hurried.gap <= 1e-6)
     assert hurried.gap == pytest.approx(1 - hurried.bound_s / hurried.objective_s)
     assert hurried.bound_s <= full.objective_s * (1 + 1e-9)
