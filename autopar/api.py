@@ -51,7 +51,7 @@ def parallelize(
     plan: Plan | Path | str | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: int | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 120.0,
     seed: int = 0,
     tape: InitTape | None = None,
 ) -> Parallel:

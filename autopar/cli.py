@@ -225,7 +225,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         metavar="S",
         type=_positive,
-        help="seconds of search (default: 60)",
+        help="seconds of search (default: 120)",
     )
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 

@@ -74,7 +74,7 @@ class PlanOptions:
     pins: tuple[tuple[str, str], ...] = ()
     price_pins: bool = True
     memory_limit_bytes: int | None = None
-    time_limit_s: float = 60.0
+    time_limit_s: float = 120.0
     backend: str = "highs"
     profile: Profile | None = None
 

@@ -35,7 +35,7 @@ class Setting(GraphFacts):
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
     backend: str = "highs"
-    time_limit_s: float = 60.0
+    time_limit_s: float = 120.0
 
     @cached_property
     def whole_state(self) -> StateBytes:

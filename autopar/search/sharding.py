@@ -199,7 +199,7 @@ class ShardingProblem:
         *,
         kept: Mapping[Ref, float] | None = None,
         backend: str = "highs",
-        time_limit_s: float = 60.0,
+        time_limit_s: float = 120.0,
     ) -> None:
         self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
