@@ -268,7 +268,7 @@ NARROW = (
     ),
     row("mixtral_tiny", 4, "data=2 tensor=2 expert=2 zero=1", "bf16"),
     row("gpt_tiny", 8, "pipeline=2 data=2 tensor=2 sequence=on zero=2", "fp16"),
-    row("llama_tiny", 4, "data=2 context=2 zero=3 attention=ring recompute=selective", "fp16"),
+    row("gpt_tiny", 4, "data=2 context=2 zero=3 attention=ring recompute=selective", "fp16"),
     row("gpt_tiny", 4, "pipeline=2 tensor=2 schedule=zb-h1 micro_batches=4", "fp16"),
 )
 """Narrow precisions, beside a single device that trains in the same one with float32 weights."""

@@ -11,6 +11,7 @@ from compositions import (
     IMPOSSIBLE,
     NARROW,
     PAIRS,
+    ROWS,
     SAMPLES,
     SEQUENCE,
     WANTED,
@@ -38,10 +39,10 @@ against the largest move. Dropless experts run in float32, which torch's grouped
 takes. bf16 and fp16 stand beside one device that trains in the same precision with float32 weights.
 Threads run the same programs with messages in memory instead of gloo's.
 
-Written by `python tests/distributed/test_compositions.py`, which measures every row; the rows are
-in `tests/distributed/compositions.py`, and `pytest tests/distributed/test_compositions.py` holds
-each to its tolerance. Models are those of `model_zoo/registry.py`, with {samples} samples of
-{sequence} tokens.
+Written by `python tests/distributed/test_compositions.py`, which measures every row, or those with
+a word in their name that it is given. The rows are in `tests/distributed/compositions.py`, and
+`pytest tests/distributed/test_compositions.py` holds each to its tolerance. Models are those of
+`model_zoo/registry.py`, with {samples} samples of {sequence} tokens.
 """
 
 SECTIONS: tuple[tuple[str, Sequence[Row]], ...] = (
@@ -54,16 +55,20 @@ SECTIONS: tuple[tuple[str, Sequence[Row]], ...] = (
 COLUMNS = ("loss", "gradient", "gradient norm", "weights after 3 steps")
 
 
-def document(reports: Mapping[str, VerifyReport]) -> str:
-    """The page, from the reports of all rows that are not known to fail, by name."""
+def document(reports: Mapping[str, VerifyReport], before: str = "") -> str:
+    """The page, from the reports of rows by name; lines of others are kept from the page `before`.
+
+    Raises KeyError for a row that neither has.
+    """
+    kept = {line.split("`")[1]: line for line in before.splitlines() if line.startswith("| `")}
+    kept |= {row.name: _line(row, reports[row.name]) for row in ROWS if row.name in reports}
     parts = [HEAD.format(samples=SAMPLES, sequence=SEQUENCE)]
     for title, rows in SECTIONS:
-        lines = [_line(row, reports[row.name]) for row in rows]
-        parts += [f"\n## {title}\n", _table(lines)]
-    parts += ["\n## What does not compose\n", _table_of_impossible()]
+        parts += [f"## {title}\n", _table([kept[row.name] for row in rows])]
+    parts += ["## What does not compose\n", _table_of_impossible()]
     if WANTED:
         lines = [f"- `{row.name}`: {row.fails}" for row in WANTED]
-        parts += ["\n## Not yet\n", "\n".join(lines) + "\n"]
+        parts += ["## Not yet\n", "\n".join(lines) + "\n"]
     return "\n".join(parts)
 
 
@@ -72,24 +77,30 @@ def rows_in(text: str) -> list[str]:
     return [line.split("`")[1] for line in text.splitlines() if line.startswith(("| `", "- `"))]
 
 
-def _line(row: Row, report: VerifyReport) -> list[str]:
-    besides = sorted(row.techniques - {"data", "tensor", "pipeline", row.settled["schedule"]})
-    return [
+def _line(row: Row, report: VerifyReport) -> str:
+    axes = {"data", "tensor", "pipeline", row.settled["schedule"], row.precision}
+    cells = (
         f"`{row.name}`",
         str(row.devices),
-        report.grid,
-        ", ".join(name for name in besides if name != row.precision),
-        row.precision,
+        _grid(row),
+        ", ".join(sorted(row.techniques - axes)),
         *(f"{report.worst[column]:.0e}" for column in COLUMNS),
         f"{report.tolerance:.0e}",
-    ]
+    )
+    return f"| {' | '.join(cells)} |"
 
 
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    titles = ("row", "ranks", "grid", "besides", "precision", *COLUMNS, "tolerance")
+def _grid(row: Row) -> str:
+    pins = row.settled
+    axes = [f"{k} {pins[k]}" for k in ("pipeline", "data", "context", "tensor") if pins[k] != "1"]
+    runs = "micro-batches" if pins["pipeline"] == "1" else f"micro-batches, {pins['schedule']}"
+    return f"{' x '.join(axes)}; {pins['micro_batches']} {runs}"
+
+
+def _table(lines: Sequence[str]) -> str:
+    titles = ("row", "ranks", "grid", "besides", *COLUMNS, "tolerance")
     rule = "|".join("---" for _ in titles)
-    body = [" | ".join(line) for line in (titles, *lines)]
-    return "\n".join([f"| {body[0]} |", f"|{rule}|", *(f"| {text} |" for text in body[1:])]) + "\n"
+    return "\n".join([f"| {' | '.join(titles)} |", f"|{rule}|", *lines]) + "\n"
 
 
 def _table_of_impossible() -> str:
