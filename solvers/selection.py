@@ -11,8 +11,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-_RESOLUTION = 2**60
-"""Whole units that the largest finite cost is counted in."""
+_BITS = 60
+"""Binary digits that the largest finite cost is counted in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,13 @@ class SelectionProblem:
 def solve_selection(problem: SelectionProblem) -> frozenset[int] | None:
     """The items to take at the least cost; of several optima the smallest. None if infeasible.
 
-    Exact up to the rounding of costs to 1 / 2**60 of the largest finite one.
+    Exact up to the rounding of costs to 60 binary digits of the largest finite one.
     """
     costs = (*problem.taken, *problem.left, *(cost for _, _, cost in problem.pairs))
     largest = max((cost for cost in costs if cost != math.inf), default=0.0)
-    scale = _RESOLUTION / largest if largest else 0.0
-    units = [0 if cost == math.inf else round(cost * scale) for cost in costs]
+    # A power of two keeps sums exact: ties stay ties.
+    shift = _BITS - math.frexp(largest)[1]
+    units = [0 if cost == math.inf else round(math.ldexp(cost, shift)) for cost in costs]
     unbounded = sum(units) + 1
     whole = [unbounded if cost == math.inf else n for cost, n in zip(costs, units, strict=True)]
     count = len(problem.taken)

@@ -42,6 +42,16 @@ def test_no_subset_is_cheaper_and_none_as_cheap_is_smaller(problem):
     assert all(found <= subset for subset, cost in costs.items() if cost == least)
 
 
+def test_a_tie_stays_a_tie():
+    """Costs of thirds of the largest, added up in two ways: leaving all costs as much."""
+    problem = SelectionProblem(
+        taken=(inf, 0.0, 0.0, 2.0),
+        left=(0.0, 0.0, 0.0, 6.0),
+        pairs=((1, 0, 2.0), (1, 0, 2.0), (3, 1, inf)),
+    )
+    assert solve_selection(problem) == frozenset()
+
+
 def test_costs_far_apart_are_told_apart():
     problem = SelectionProblem(taken=(1e-9, 2e-9), left=(1e6, 1e-9), pairs=((0, 1, 0.5e-9),))
     assert solve_selection(problem) == {0}
