@@ -23,6 +23,7 @@ from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
 from autopar.rules.context import ATTENTION, attention_kind, whole_keys
+from autopar.rules.index_expr import LOCAL
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
@@ -285,7 +286,7 @@ class Pricer:
             op_forward, op_backward, known = self.op_seconds(op)
             inner = prices.inner_s(node, option)
             compute = (compute[0] + op_forward, compute[1] + op_backward)
-            if not any(strategy.kernel for strategy in option.strategies):
+            if all(strategy.kernel == LOCAL.name for strategy in option.strategies):
                 apart.add(node, choice, op, op_backward)
             again[node.name] = StepSeconds(op_forward + inner[0], op_forward)
             forward, backward = forward + again[node.name].total, backward + op_backward + inner[1]

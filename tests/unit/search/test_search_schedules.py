@@ -160,6 +160,21 @@ def test_the_objective_is_exact_for_equal_stages(pipeline):
     assert solve_partition(problem, method="dp").objective == pytest.approx(simulated)
 
 
+def test_a_split_backward_defers_what_the_products_need():
+    """Per layer a linear's input and the gradient of its output, for every micro-batch deferred."""
+    plan = planned(pipeline=4, data=1, tensor=1, schedule="zb-h1", micro_batches=8)
+    schedule, layer_bytes = plan_schedule(plan), 2 * plan.training.micro_batch * 64 * 4
+    for stage in plan.stages:
+        layers = sum(p.fqn.endswith("weight") for p in stage.parameters)
+        saved = [0] * len(plan.stages)
+        saved[stage.index] = 1
+        time_s, held = dict(stage.time_s), dict(stage.memory_bytes)
+        assert 0 < time_s["backward_weight"] < time_s["backward"]
+        due, rest = divmod(held["weight_gradients_due"], layers * layer_bytes)
+        assert rest == 0 and due + held_at_peak(schedule, saved).saved[stage.index] >= 1
+    assert any(dict(stage.memory_bytes)["weight_gradients_due"] for stage in plan.stages)
+
+
 def test_less_bubble_is_found_where_micro_batches_are_few():
     """Four micro-batches over four ranks idle three of seven times under 1F1B."""
     free = planned(pipeline=4, micro_batches=4)
