@@ -47,8 +47,8 @@ class Setting(GraphFacts):
         )
 
     def shared(self, mesh: tuple[MeshAxis, ...]) -> Mapping[Ref, Layout]:
-        """Layouts of values between blocks on a mesh, whatever the sizes of its axes."""
-        key = tuple((axis.name, axis.sequence) for axis in mesh)
+        """Layouts of values between blocks on a mesh. Sizes matter to zig-zag alone."""
+        key = tuple((a.name, a.sequence, a.size if a.zigzag else None) for a in mesh)
         if key not in self._shared:
             self._shared[key] = shared_layouts(self.graph, self.batch, self.sequence, mesh)
         return self._shared[key]

@@ -5,12 +5,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopar.capture import capture, find_blocks
 from autopar.compiler import PlanOptions, plan_model
+from autopar.costs.clusters import parse_cluster
+from autopar.costs.memory import Training
 from autopar.errors import InputError
 from autopar.ir.graph import Source, SourceKind, TensorSpec
+from autopar.ir.mesh import stage_mesh
 from autopar.ir.placement import R_STAR, P, R, Shard
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import Size
 from autopar.search.block import parameter_layouts
+from autopar.search.setting import Setting
 
 BATCH = {"x": torch.zeros(8, 4), "y": torch.zeros(8, 4)}
 
@@ -62,3 +68,33 @@ def test_a_layout_shared_between_blocks_is_met_exactly():
     """Stages that hold a tied weight in two layouts cannot sum its gradient."""
     for layout in ((R_STAR, R), (R_STAR, R_STAR), (R_STAR, Shard(0))):
         assert parameter_layouts(WEIGHT, WANTED, {"w": dict(enumerate(layout))}, 2) == (layout,)
+
+
+def test_layouts_between_blocks_follow_the_order_of_the_sequence():
+    """Zig-zag asks for twice as many equal parts as ranks: a wider axis may have none."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x.square().mean()
+
+    graph = capture(Positions(), {"x": torch.zeros(2, 12, 4)}).graph
+    setting = Setting(
+        name="positions",
+        graph=graph,
+        chain=find_blocks(graph, min_blocks=2),
+        cluster=parse_cluster("local:4"),
+        global_batch=2,
+        training=Training(precision=PRECISIONS["fp32"]),
+    )
+    ref = setting.chain.boundaries[0][0]
+    found = [
+        setting.shared(stage_mesh(context=size, zigzag=dealt))[ref][1]
+        for size, dealt in ((2, True), (2, False), (3, True), (4, True))
+    ]
+    assert found == [Shard(1, (6, -6)), Shard(1), Shard(1, (6, -6)), Shard(1)]
