@@ -9,16 +9,15 @@ may be undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.runtime import primitives, shards
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.gather import gather_weight, prefetch
+from autopar.runtime.linear_map import Map, linear_map
 from autopar.runtime.shards import Pieces
 
 __all__ = [
@@ -36,57 +35,39 @@ __all__ = [
     "take_shard_of_partial",
 ]
 
-_Map = Callable[[Tensor], Tensor]
 
-
-class _Linear(torch.autograd.Function):
-    """A linear map over all ranks together, given with its transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: _Map, transpose: _Map) -> Tensor:
-        ctx.transpose = transpose
-        return run(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transpose(grad), None, None
-
-
-def _apply(x: Tensor, axis: AxisGroup, run: _Map, transpose: _Map) -> Tensor:
-    return x if axis.size == 1 else _Linear.apply(x, run, transpose)
+def _apply(x: Tensor, axis: AxisGroup, run: Map, transpose: Map) -> Tensor:
+    return x if axis.size == 1 else linear_map(x, run, transpose)
 
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(axis: AxisGroup, *, backward: bool) -> _Map:
+def _all_reduce(axis: AxisGroup, *, backward: bool) -> Map:
     return lambda x: primitives.all_reduce(x, axis, backward=backward)
 
 
-def _take(axis: AxisGroup, dim: int, pieces: Pieces) -> _Map:
+def _take(axis: AxisGroup, dim: int, pieces: Pieces) -> Map:
     # A copy: a view would keep the whole tensor alive until the backward.
     return lambda x: shards.take(x, dim, pieces, axis.size, axis.rank).clone()
 
 
-def _place(axis: AxisGroup, dim: int, size: int, pieces: Pieces) -> _Map:
+def _place(axis: AxisGroup, dim: int, size: int, pieces: Pieces) -> Map:
     return lambda x: shards.place(x, dim, size, pieces, axis.size, axis.rank)
 
 
-def _all_gather(axis: AxisGroup, dim: int, size: int, pieces: Pieces, *, backward: bool) -> _Map:
+def _all_gather(axis: AxisGroup, dim: int, size: int, pieces: Pieces, *, backward: bool) -> Map:
     sizes = shards.sizes(size, pieces, axis.size)
 
     def run(x: Tensor) -> Tensor:
         stacked = primitives.all_gather(x, axis, dim, sizes, backward=backward)
-        if dim == 0 and not pieces and len(set(sizes)) == 1:
-            return stacked.flatten(0, 1)
-        return shards.join(stacked.unbind(0), dim, size, pieces)
+        return shards.join_stacked(stacked, dim, size, pieces)
 
     return run
 
 
-def _reduce_scatter(axis: AxisGroup, dim: int, pieces: Pieces, *, backward: bool) -> _Map:
+def _reduce_scatter(axis: AxisGroup, dim: int, pieces: Pieces, *, backward: bool) -> Map:
     return lambda x: primitives.reduce_scatter(
         shards.split(x, dim, pieces, axis.size), axis, dim, backward=backward
     )

@@ -8,16 +8,14 @@ rank's own rows, which do not depend on the routing, and of the counts, which ev
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.ir.placement import chunk_sizes
 from autopar.runtime import primitives
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.experts import route
+from autopar.runtime.linear_map import linear_map
 
 
 def route_exchange(chosen: Tensor, experts: int, axis: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,39 +39,23 @@ def to_experts_exchange(
     Each row is sent `times` times: once for every choice of its token.
     """
     own = rows.index_select(0, order if times == 1 else order // times)
-    return _Send.apply(own, counts, held, axis)
+    return linear_map(
+        own,
+        lambda rows: _send(rows, counts, held, axis, backward=False),
+        lambda grad: _return(grad, counts, held, axis, backward=True),
+    )
 
 
 def from_experts_exchange(
     slots: Tensor, order: Tensor, counts: Tensor, held: Tensor, axis: AxisGroup
 ) -> Tensor:
     """Slots sent back to the ranks their rows came from, in the order of the choices."""
-    own = _Return.apply(slots, counts, held, axis)
+    own = linear_map(
+        slots,
+        lambda rows: _return(rows, counts, held, axis, backward=False),
+        lambda grad: _send(grad, counts, held, axis, backward=True),
+    )
     return torch.empty_like(own).index_copy(0, order, own)
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: Tensor, held: Tensor, axis: AxisGroup) -> Tensor:
-        ctx.routing = (counts, held, axis)
-        return _send(own, counts, held, axis, backward=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _return(grad, *ctx.routing, backward=True), None, None, None
-
-
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, counts: Tensor, held: Tensor, axis: AxisGroup) -> Tensor:
-        ctx.routing = (counts, held, axis)
-        return _return(slots, counts, held, axis, backward=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _send(grad, *ctx.routing, backward=True), None, None, None
 
 
 def _by_rank(counts: Tensor, axis: AxisGroup) -> list[int]:

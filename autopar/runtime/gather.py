@@ -257,10 +257,4 @@ def _start(
     sizes = shards.sizes(size, (), axis.size)
     waiting = primitives.start_all_gather(shard, axis, dim, sizes, backward=backward)
 
-    def finish() -> Tensor:
-        stacked = waiting()
-        if dim == 0 and len(set(sizes)) == 1:
-            return stacked.flatten(0, 1)
-        return shards.join(stacked.unbind(0), dim, size, ())
-
-    return finish
+    return lambda: shards.join_stacked(waiting(), dim, size, ())

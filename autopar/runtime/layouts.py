@@ -39,7 +39,7 @@ def gather_layout(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: M
             size = local_shape(shape, layout[:i], outer, at)[dim]
             extents = shards.sizes(size, pieces, axis.size)
             stacked = primitives.all_gather(local, axis, dim, extents)
-            local = shards.join(stacked.unbind(0), dim, size, pieces)
+            local = shards.join_stacked(stacked, dim, size, pieces)
     return local
 
 

@@ -76,7 +76,7 @@ def _gather(part: Tensor, spec: OutputSpec, world: World, span: Span) -> Tensor:
                 size = spec.shape[dim].at(span.of)
                 extents = list(shards.sizes(size, pieces, axis.size))
                 stacked = primitives.all_gather(part, axis, dim, extents)
-                part = shards.join(stacked.unbind(0), dim, size, pieces)
+                part = shards.join_stacked(stacked, dim, size, pieces)
     return part
 
 

@@ -43,6 +43,13 @@ def join(shards: Sequence[Tensor], dim: int, size: int, pieces: Pieces) -> Tenso
     return torch.cat(runs, dim)
 
 
+def join_stacked(stacked: Tensor, dim: int, size: int, pieces: Pieces) -> Tensor:
+    """`join` of shards that are stacked in a new first dim, as an all-gather leaves them."""
+    if dim == 0 and not pieces and stacked.shape[0] * stacked.shape[1] == size:
+        return stacked.flatten(0, 1)
+    return join(stacked.unbind(0), dim, size, pieces)
+
+
 def place(shard: Tensor, dim: int, size: int, pieces: Pieces, parts: int, rank: int) -> Tensor:
     """A whole tensor that is zero outside the shard of `rank`."""
     shape = list(shard.shape)
