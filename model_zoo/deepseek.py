@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model_zoo.experts import DroplessExperts, GroupedSigmoidRouter
-from model_zoo.layers import Embedding, Linear, RMSNorm, next_token_loss
-from model_zoo.llama import Rotary, rotate
+from model_zoo.layers import Linear, RMSNorm
+from model_zoo.llama import Decoder, FeedForward, Rotary, rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,20 +79,6 @@ class LatentAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, hidden: int, ffn: int) -> None:
-        super().__init__()
-        self.gate = Linear(hidden, ffn, bias=False)
-        self.up = Linear(hidden, ffn, bias=False)
-        self.down = Linear(ffn, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) to the same shape."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class MixtureOfExperts(nn.Module):
     """Routed experts beside shared ones, which see every token (section 2.1.2)."""
 
@@ -133,26 +119,14 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm_2(x))
 
 
-class DeepSeek(nn.Module):
-    """The language model; embedding and head are not tied."""
+class DeepSeek(Decoder):
+    """A decoder whose first blocks are dense and whose others have experts."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
-        super().__init__()
-        self.token = Embedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config.rope_dim)
-        self.blocks = nn.ModuleList(
-            Block(config, sparse=index >= config.dense_layers) for index in range(config.layers)
+        super().__init__(
+            vocab=config.vocab,
+            hidden=config.hidden,
+            rotary=Rotary(config.rope_dim),
+            blocks=(Block(config, sparse=i >= config.dense_layers) for i in range(config.layers)),
+            norm_eps=config.norm_eps,
         )
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = Linear(config.hidden, config.vocab, bias=False)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Logits (batch, seq, vocab) and, given `labels`, the mean next-token loss."""
-        x = self.token(input_ids)
-        cos, sin = self.rotary(x)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": next_token_loss(logits, labels), "logits": logits}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +100,14 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.gate = Linear(config.hidden, config.ffn, bias=False)
-        self.up = Linear(config.hidden, config.ffn, bias=False)
-        self.down = Linear(config.ffn, config.hidden, bias=False)
+        self.gate = Linear(hidden, ffn, bias=False)
+        self.up = Linear(hidden, ffn, bias=False)
+        self.down = Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) to the same shape."""
+        """(..., hidden) to the same shape."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -118,7 +119,7 @@ class Block(nn.Module):
         self.norm_1 = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config)
         self.norm_2 = RMSNorm(config.hidden, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.hidden, config.ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(batch, seq, hidden) to the same shape."""
@@ -126,16 +127,28 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm_2(x))
 
 
-class Llama(nn.Module):
-    """The language model: embedding, blocks, norm, head. Embedding and head are not tied."""
+class Decoder(nn.Module):
+    """A language model with rotary positions: embedding, blocks, norm, head.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Every block takes the stream (batch, seq, hidden) with the cosines and sines of the positions.
+    Embedding and head are not tied.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        hidden: int,
+        rotary: Rotary,
+        blocks: Iterable[nn.Module],
+        norm_eps: float,
+    ) -> None:
         super().__init__()
-        self.token = Embedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = Linear(config.hidden, config.vocab, bias=False)
+        self.token = Embedding(vocab, hidden)
+        self.rotary = rotary
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = RMSNorm(hidden, norm_eps)
+        self.head = Linear(hidden, vocab, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Logits (batch, seq, vocab) and, given `labels`, the mean next-token loss."""
@@ -147,3 +160,16 @@ class Llama(nn.Module):
         if labels is None:
             return {"logits": logits}
         return {"loss": next_token_loss(logits, labels), "logits": logits}
+
+
+class Llama(Decoder):
+    """The dense model."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(
+            vocab=config.vocab,
+            hidden=config.hidden,
+            rotary=Rotary(config.head_dim, config.rope_theta),
+            blocks=(Block(config) for _ in range(config.layers)),
+            norm_eps=config.norm_eps,
+        )

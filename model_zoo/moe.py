@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from model_zoo.experts import CapacityExperts, DroplessExperts, TopKRouter
 from model_zoo.layers import Embedding, Linear, RMSNorm, next_token_loss
-from model_zoo.llama import Rotary, repeat_heads, rotate
+from model_zoo.llama import Decoder, Rotary, repeat_heads, rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,24 +213,14 @@ class DroplessBlock(nn.Module):
         return x + self.experts(tokens, self.router(tokens)).view_as(x)
 
 
-class DroplessModel(nn.Module):
-    """A decoder with experts in every block; embedding and head are not tied."""
+class DroplessModel(Decoder):
+    """A decoder with experts in every block."""
 
     def __init__(self, config: DroplessConfig) -> None:
-        super().__init__()
-        self.token = Embedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(DroplessBlock(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = Linear(config.hidden, config.vocab, bias=False)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Logits (batch, seq, vocab) and, given `labels`, the mean next-token loss."""
-        x = self.token(input_ids)
-        cos, sin = self.rotary(x)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": next_token_loss(logits, labels), "logits": logits}
+        super().__init__(
+            vocab=config.vocab,
+            hidden=config.hidden,
+            rotary=Rotary(config.head_dim, config.rope_theta),
+            blocks=(DroplessBlock(config) for _ in range(config.layers)),
+            norm_eps=config.norm_eps,
+        )
