@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopar.ir.collective import CollectiveOp
@@ -179,14 +179,7 @@ def _weights(plan: Plan, index: int) -> list[ParameterPlan]:
 
 def _meeting_keys(plan: Plan, index: int) -> str:
     """How the queries of an axis that splits the sequence meet all keys."""
-    found: Counter[str] = Counter()
-    runs = Counter(block.variant for stage in plan.stages for block in stage.blocks)
-    for variant in plan.variants:
-        for choice in variant.choices:
-            kind = _attention_kind(choice, index)
-            if kind:
-                found[kind] += runs[variant.name]
-    listed = ", ".join(f"{kind} x{count}" for kind, count in sorted(found.items()))
+    listed = _listed_ops(plan, index, _attention_kind)
     order = ", sequence dealt out in zig-zag" if plan.axes[index].zigzag else ""
     return (listed or "activations split along the sequence") + order
 
@@ -248,14 +241,7 @@ def _sharded_state(plan: Plan) -> Iterator[str]:
 def _tensor_parallelism(plan: Plan, index: int) -> Iterator[str]:
     """Column- and row-parallel matmuls (Megatron-LM), parallel embeddings, split heads."""
     axis = plan.axes[index]
-    found: Counter[str] = Counter()
-    runs = Counter(block.variant for stage in plan.stages for block in stage.blocks)
-    for variant in plan.variants:
-        for choice in variant.choices:
-            name = _op_technique(choice, index)
-            if name:
-                found[name] += runs[variant.name]
-    listed = ", ".join(f"{name} x{count}" for name, count in sorted(found.items()))
+    listed = _listed_ops(plan, index, _op_technique)
     if not listed:
         sharded = Counter(
             f"{row.name} {row.parameter.layout[index]}"
@@ -264,6 +250,18 @@ def _tensor_parallelism(plan: Plan, index: int) -> Iterator[str]:
         )
         listed = ", ".join(sorted(sharded))
     yield f"tensor parallelism over {axis.name} {axis.size}: {listed}"
+
+
+def _listed_ops(plan: Plan, index: int, name_of: Callable[[NodeChoice, int], str]) -> str:
+    """What the ops of all blocks do on one axis, by name, with how many do."""
+    found: Counter[str] = Counter()
+    runs = Counter(block.variant for stage in plan.stages for block in stage.blocks)
+    for variant in plan.variants:
+        for choice in variant.choices:
+            name = name_of(choice, index)
+            if name:
+                found[name] += runs[variant.name]
+    return ", ".join(f"{name} x{count}" for name, count in sorted(found.items()))
 
 
 def _op_technique(choice: NodeChoice, index: int) -> str:
