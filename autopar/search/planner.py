@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 
-from autopar.costs.memory import reserve_bytes
 from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
+from autopar.search.bounds import Bounds, Sharpness
 from autopar.search.grid import Grid
 from autopar.search.grids import NEAR, grids
 from autopar.search.infeasible import (
@@ -21,30 +21,26 @@ from autopar.search.infeasible import (
     explain_unsplittable,
 )
 from autopar.search.options import ClassOption, class_options
-from autopar.search.pipelines import FREE, Weights, equal_step, has_closed_form, least_step
+from autopar.search.pipelines import FREE
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
-from autopar.search.sharding import Sharding, ShardingProblem, solve_sharding
+from autopar.search.sharding import solve_sharding
 from autopar.search.stages import Staged, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
     ZeroChoice,
-    least_state_bytes,
     shared_choices,
     zero_choices,
 )
-from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition import lower_bound
 from solvers.solution import Status
 
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
 
-_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], int, Grid]
-"""Bound, place among equals, how sharp the bound is, grid."""
-
-_COMPUTE, _SHARDED, _SCHEDULED = range(3)
-"""What a bound has in it: every op at its fastest, the moves between them too, and the schedule's
-real bubble. Grids are bounded again, sharper, only when their turn comes."""
+_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], Sharpness, Grid]
+"""Bound, place among equals, how sharp the bound is, grid. Grids are bounded again, sharper, only
+when their turn comes."""
 
 PATIENCE = 48
 """Grids solved in a row without a better plan after which the search ends. Unlike a limit on time,
@@ -108,13 +104,12 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
-    _problems: dict[object, ShardingProblem] = field(default_factory=dict)
-    _fast: dict[object, Sharding | None] = field(default_factory=dict)
+    bounds: Bounds = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
-    _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
+        self.bounds = Bounds(self.pricer)
 
     def search(self) -> Found:
         """Best-first over all grids.
@@ -150,9 +145,9 @@ class Planner:
                 seen.timed_out = True
                 return bound
             self.progress("searching grids", seen.looked_at / seen.total)
-            if sharpness < _SCHEDULED and bound < inf:
+            if sharpness < Sharpness.SCHEDULED and bound < inf:
                 # With a sharper bound the grid may stand further back.
-                bound, sharpness = self._sharper(grid, sharpness)
+                bound, sharpness = self.bounds.sharper(grid, sharpness)
                 seen.bounds[grid.base] = max(bound, seen.bounds.get(grid.base, 0.0))
                 heapq.heappush(queue, (bound, place, sharpness, grid))
                 continue
@@ -192,7 +187,7 @@ class Planner:
         """What a grid whose solver ran out of time may still be found to take; inf if proven."""
         if staged.solution.status not in (Status.FEASIBLE, Status.TIME_LIMIT):
             return inf
-        return max(staged.solution.bound, self._lower_bound(staged.grid))
+        return max(staged.solution.bound, self.bounds.sharded(staged.grid))
 
     def _check_pins(self, candidates: Sequence[Grid]) -> None:
         """Raise InfeasiblePlan for a pin that would be honoured in name only."""
@@ -238,119 +233,9 @@ class Planner:
         for position, grid in enumerate(chosen):
             self.progress("bounding grids", position / len(chosen))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            weights = Weights.of(least_step(grid.pipe), grid.pipe)
-            queue.append((self._bound(grid, weights, self._least), place, _COMPUTE, grid))
+            queue.append((self.bounds.computed(grid), place, Sharpness.COMPUTE, grid))
         heapq.heapify(queue)
         return queue
-
-    def _sharper(self, grid: Grid, sharpness: int) -> tuple[float, int]:
-        """The next sharper bound of a grid, and how sharp it is."""
-        if sharpness == _COMPUTE:
-            closed = has_closed_form(grid.pipe)
-            return self._lower_bound(grid), _SCHEDULED if closed else _SHARDED
-        return self._bound(grid, self._weights(grid), self._fastest), _SCHEDULED
-
-    def _lower_bound(self, grid: Grid) -> float:
-        """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
-        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._fastest)
-
-    def _weights(self, grid: Grid) -> Weights:
-        """The objective of a grid: exact for equal stages and hidden messages.
-
-        Of a schedule that splits the backward it depends on what the parts take, for which the
-        fastest sharding of every block stands.
-        """
-        pipe = grid.pipe
-        if has_closed_form(pipe):
-            return Weights.of(least_step(pipe), pipe)
-        return Weights.of(equal_step(pipe, *self._parts(grid)), pipe)
-
-    def _parts(self, grid: Grid) -> tuple[float, float]:
-        """The shares of forwards and of weight gradients in the work of all blocks."""
-        if grid.base not in self._shares:
-            chain = self.setting.chain
-            forward_s = weight_s = total_s = 0.0
-            for block_class in chain.classes:
-                solved = self._fastest_sharding(block_class.index, grid)
-                if solved is None:
-                    continue
-                block = chain.representative(block_class.index)
-                cost = self.pricer.cost(block, solved.choices, dict(solved.parameters), grid)
-                count = len(block_class.members)
-                forward_s += count * cost.forward_s
-                weight_s += count * cost.weight_s
-                total_s += count * (cost.forward_s + cost.backward_s)
-            shares = (forward_s / total_s, weight_s / total_s) if total_s else (0.5, 0.0)
-            self._shares[grid.base] = shares
-        return self._shares[grid.base]
-
-    def _bound(self, grid: Grid, weights: Weights, least: Callable[[int, Grid], float]) -> float:
-        """The objective of blocks that take the `least` time of their class, memory for free.
-
-        Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
-        by how much, if nothing else fits.
-        """
-        chain, stages = self.setting.chain, grid.pipe.num_stages
-        if not self._state_may_fit(grid):
-            return inf
-        fastest = [least(c.index, grid) for c in chain.classes]
-        if inf in fastest:
-            return inf
-        classes = tuple(
-            (BlockOption(time_s=time_s, static_bytes=0.0, saved_bytes=0.0),) for time_s in fastest
-        )
-        return lower_bound(
-            PartitionProblem(
-                blocks=tuple(block.class_index for block in chain.blocks),
-                classes=classes,
-                num_stages=stages,
-                in_flight=(0,) * stages,
-                capacity_bytes=(1.0,) * stages,
-                num_micro_batches=grid.micro_batches,
-                sum_weight=weights.sum,
-                max_weight=weights.longest,
-            )
-        )
-
-    def _state_may_fit(self, grid: Grid) -> bool:
-        """Whether one share of every parameter's state fits the stages' memory put together."""
-        setting = self.setting
-        firsts = [place * grid.stage_devices for place in range(grid.pipeline)]
-        room = sum(
-            setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
-            for rank in firsts
-        )
-        return least_state_bytes(self.pricer, grid) <= room
-
-    def _fastest(self, class_index: int, grid: Grid) -> float:
-        """Least time of a class's block for one micro-batch, gradients summed for free."""
-        solved = self._fastest_sharding(class_index, grid)
-        return inf if solved is None else max(solved.bound, 0.0)
-
-    def _least(self, class_index: int, grid: Grid) -> float:
-        """Time of a class's block with every op at its fastest and values moved for free."""
-        return self._problem(class_index, grid).least_s
-
-    def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
-        key = self._key(class_index, grid)
-        if key not in self._fast:
-            self._fast[key] = self._problem(class_index, grid).solve()
-        return self._fast[key]
-
-    def _problem(self, class_index: int, grid: Grid) -> ShardingProblem:
-        """The sharding of a class's block on a grid, gradients summed for free."""
-        key = self._key(class_index, grid)
-        if key not in self._problems:
-            block = self.setting.chain.representative(class_index)
-            self._problems[key] = ShardingProblem(
-                self.pricer.space(block, self.pricer.block_mesh(grid)),
-                self.pricer.prices(grid, with_sync=False),
-                backend=self.setting.backend,
-            )
-        return self._problems[key]
-
-    def _key(self, class_index: int, grid: Grid) -> object:
-        return class_index, self.pricer.block_mesh(grid), grid.micro_batch
 
     def _solve(self, grid: Grid, limit_s: float) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
@@ -363,7 +248,7 @@ class Planner:
                 for c in self.setting.chain.classes
             }
             if all(options.values()):
-                problem = partition_problem(self.pricer, grid, options, self._weights(grid))
+                problem = partition_problem(self.pricer, grid, options, self.bounds.weights(grid))
                 if limit_s == inf or lower_bound(problem) < limit_s:
                     yield solve_stages(self.pricer, grid, options, problem, limit_s=limit_s)
 

@@ -1,0 +1,148 @@
+"""What no plan on a grid beats: bounds of its step, cheap ones first and ever sharper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+
+from autopar.costs.memory import reserve_bytes
+from autopar.search.grid import Grid
+from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
+from autopar.search.pricer import Pricer
+from autopar.search.sharding import Sharding, ShardingProblem
+from autopar.search.state import least_state_bytes
+from solvers.partition import BlockOption, PartitionProblem, lower_bound
+
+
+class Sharpness(IntEnum):
+    """What a bound has in it: every op at its fastest, the moves between them too, and the
+    schedule's real bubble."""
+
+    COMPUTE = 0
+    SHARDED = 1
+    SCHEDULED = 2
+
+
+@dataclass
+class Bounds:
+    """Bounds the grids of one setting, remembering the shardings they rest on."""
+
+    pricer: Pricer
+    _problems: dict[object, ShardingProblem] = field(default_factory=dict)
+    _fast: dict[object, Sharding | None] = field(default_factory=dict)
+    _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
+
+    def computed(self, grid: Grid) -> float:
+        """The cheapest bound, of sharpness `COMPUTE`."""
+        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._least)
+
+    def sharper(self, grid: Grid, sharpness: Sharpness) -> tuple[float, Sharpness]:
+        """The next sharper bound of a grid, and how sharp it is."""
+        if sharpness == Sharpness.COMPUTE:
+            closed = has_closed_form(grid.pipe)
+            return self.sharded(grid), Sharpness.SCHEDULED if closed else Sharpness.SHARDED
+        return self._bound(grid, self.weights(grid), self._fastest), Sharpness.SCHEDULED
+
+    def sharded(self, grid: Grid) -> float:
+        """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
+        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._fastest)
+
+    def weights(self, grid: Grid) -> Weights:
+        """The objective of a grid: exact for equal stages and hidden messages.
+
+        Of a schedule that splits the backward it depends on what the parts take, for which the
+        fastest sharding of every block stands.
+        """
+        pipe = grid.pipe
+        if has_closed_form(pipe):
+            return Weights.of(least_step(pipe), pipe)
+        return Weights.of(equal_step(pipe, *self._parts(grid)), pipe)
+
+    def _parts(self, grid: Grid) -> tuple[float, float]:
+        """The shares of forwards and of weight gradients in the work of all blocks."""
+        if grid.base not in self._shares:
+            chain = self.pricer.setting.chain
+            forward_s = weight_s = total_s = 0.0
+            for block_class in chain.classes:
+                solved = self._fastest_sharding(block_class.index, grid)
+                if solved is None:
+                    continue
+                block = chain.representative(block_class.index)
+                cost = self.pricer.cost(block, solved.choices, dict(solved.parameters), grid)
+                count = len(block_class.members)
+                forward_s += count * cost.forward_s
+                weight_s += count * cost.weight_s
+                total_s += count * (cost.forward_s + cost.backward_s)
+            shares = (forward_s / total_s, weight_s / total_s) if total_s else (0.5, 0.0)
+            self._shares[grid.base] = shares
+        return self._shares[grid.base]
+
+    def _bound(self, grid: Grid, weights: Weights, least: Callable[[int, Grid], float]) -> float:
+        """The objective of blocks that take the `least` time of their class, memory for free.
+
+        Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
+        by how much, if nothing else fits.
+        """
+        chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
+        if not self._state_may_fit(grid):
+            return inf
+        fastest = [least(c.index, grid) for c in chain.classes]
+        if inf in fastest:
+            return inf
+        classes = tuple(
+            (BlockOption(time_s=time_s, static_bytes=0.0, saved_bytes=0.0),) for time_s in fastest
+        )
+        return lower_bound(
+            PartitionProblem(
+                blocks=tuple(block.class_index for block in chain.blocks),
+                classes=classes,
+                num_stages=stages,
+                in_flight=(0,) * stages,
+                capacity_bytes=(1.0,) * stages,
+                num_micro_batches=grid.micro_batches,
+                sum_weight=weights.sum,
+                max_weight=weights.longest,
+            )
+        )
+
+    def _state_may_fit(self, grid: Grid) -> bool:
+        """Whether one share of every parameter's state fits the stages' memory put together."""
+        setting = self.pricer.setting
+        firsts = [place * grid.stage_devices for place in range(grid.pipeline)]
+        room = sum(
+            setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
+            for rank in firsts
+        )
+        return least_state_bytes(self.pricer, grid) <= room
+
+    def _fastest(self, class_index: int, grid: Grid) -> float:
+        """Least time of a class's block for one micro-batch, gradients summed for free."""
+        solved = self._fastest_sharding(class_index, grid)
+        return inf if solved is None else max(solved.bound, 0.0)
+
+    def _least(self, class_index: int, grid: Grid) -> float:
+        """Time of a class's block with every op at its fastest and values moved for free."""
+        return self._problem(class_index, grid).least_s
+
+    def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
+        key = self._key(class_index, grid)
+        if key not in self._fast:
+            self._fast[key] = self._problem(class_index, grid).solve()
+        return self._fast[key]
+
+    def _problem(self, class_index: int, grid: Grid) -> ShardingProblem:
+        """The sharding of a class's block on a grid, gradients summed for free."""
+        key = self._key(class_index, grid)
+        if key not in self._problems:
+            block = self.pricer.setting.chain.representative(class_index)
+            self._problems[key] = ShardingProblem(
+                self.pricer.space(block, self.pricer.block_mesh(grid)),
+                self.pricer.prices(grid, with_sync=False),
+                backend=self.pricer.setting.backend,
+            )
+        return self._problems[key]
+
+    def _key(self, class_index: int, grid: Grid) -> object:
+        return class_index, self.pricer.block_mesh(grid), grid.micro_batch
