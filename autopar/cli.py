@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = handler(options)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return _fail("interrupted", _INTERRUPTED, "KeyboardInterrupt", as_json=as_json)
+    except KeyboardInterrupt as interrupt:
+        message = str(interrupt) or "interrupted"
+        return _fail(message, _INTERRUPTED, "KeyboardInterrupt", as_json=as_json)
     except BrokenPipeError:
         # the reader of stdout has gone; nothing is left to say, nor for the interpreter to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -194,6 +195,45 @@ def _output_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="DIR", required=True, help=text)
 
 
+def _database(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "database to measure into; what it holds is not measured again (default: "
+        "profile.sqlite in autopar's cache folder)"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help=text)
+
+
+def _limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add("--budget", metavar="S", type=_positive, help="seconds to measure for; the rest is left")
+    add(
+        "--op-limit",
+        metavar="S",
+        type=_positive,
+        default=10.0,
+        help="leave out ops that are expected to take longer (default: %(default)s)",
+    )
+    add(
+        "--size-limit",
+        metavar="GIB",
+        type=_positive,
+        help="leave out ops whose tensors and gradients need more (default: half of free memory)",
+    )
+    add("--no-links", action="store_true", help="measure ops alone, no collectives")
+
+
+def _profiles(parser: argparse.ArgumentParser) -> None:
+    text = "a database that 'autopar profile' wrote, or JSON that this command wrote"
+    parser.add_argument("profiles", metavar="FILE", nargs="+", help=text)
+    text = "write all together to this file: JSON where it ends in .json, else a database"
+    parser.add_argument("-o", "--output", metavar="FILE", help=text)
+
+
+def _profile(parser: argparse.ArgumentParser) -> None:
+    text = "take measured times from this file of 'autopar profile' or 'autopar profiles'"
+    parser.add_argument("--profile", metavar="FILE", help=text)
+
+
 def _op(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", metavar="NAME", help="explain this op or parameter")
 
@@ -233,7 +273,15 @@ def _planning(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "plan": (
         "find the best way to train a model on a cluster",
-        (_model, _cluster, _planning, _output_file),
+        (_model, _cluster, _planning, _profile, _output_file),
+    ),
+    "profile": (
+        "measure the ops and collectives that plans of a model can need, on this machine",
+        (_model, _cluster, _planning, _limits, _database),
+    ),
+    "profiles": (
+        "show what profiles hold; merge them, export them to other machines",
+        (_profiles,),
     ),
     "show": ("print a plan as a table", (_plan,)),
     "explain": ("say why a plan is as it is, and what else was close", (_plan, _op)),

@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.serialize import read_plan, write_plan
 from autopar.plan.table import plan_summary, plan_table, sequence_length
 from autopar.plan.text import columns, digits, number, section
+from autopar.profiler.files import merge, profile_for, read_profiles, write_profiles
+from autopar.profiler.summary import profiles_summary, profiles_table
 from autopar.progress import Report, progress
 
 if TYPE_CHECKING:
@@ -44,12 +46,49 @@ def plan(options: Namespace) -> int:
         _check_file(options.output)
     request = _plan_options(options)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
+    measured = read_profiles(options.profile) if options.profile else ()
     with progress() as report:
-        planned = compiler.plan_source(source, _cluster(options, report), request, report)
+        cluster = _cluster(options, report)
+        if options.profile:
+            request = replace(request, profile=profile_for(measured, cluster, options.profile))
+        planned = compiler.plan_source(source, cluster, request, report)
     if options.output:
         write_plan(planned.plan, options.output)
     summary = plan_summary(planned.plan) | {"output": options.output}
     _print(options, summary, plan_table(planned.plan))
+    if options.output:
+        print(f"autopar: wrote {options.output}", file=sys.stderr)
+    return _DONE
+
+
+def profile(options: Namespace) -> int:
+    """Measure what plans of a model can need."""
+    from autopar import profiling
+
+    request = _plan_options(options)
+    limits = profiling.limits(options.size_limit, options.op_limit, options.budget)
+    with progress() as report:
+        result = profiling.profile_model(
+            options.model,
+            options.seq_len,
+            _cluster(options, report),
+            request,
+            output=options.output,
+            limits=limits,
+            links=not options.no_links,
+            progress=report,
+        )
+    _print(options, result.as_dict(), result.text)
+    return _DONE
+
+
+def profiles(options: Namespace) -> int:
+    """Show profiles, put together; write them where asked."""
+    found = merge(item for path in options.profiles for item in read_profiles(path))
+    if options.output:
+        _check_file(options.output)
+        write_profiles(found, options.output)
+    _print(options, profiles_summary(found) | {"output": options.output}, profiles_table(found))
     if options.output:
         print(f"autopar: wrote {options.output}", file=sys.stderr)
     return _DONE

@@ -130,14 +130,27 @@ def plan_captured(
 
     Raises InputError or InfeasiblePlan with the reason.
     """
+    setting = planning_setting(captured, cluster, options, name=name, progress=progress)
+    plan = make_plan(setting, progress)
+    return with_collectives(Planned(captured=captured, chain=setting.chain, plan=plan))
+
+
+def planning_setting(
+    captured: Captured,
+    cluster: Cluster | str,
+    options: PlanOptions,
+    *,
+    name: str = "model",
+    progress: Progress = _quiet,
+) -> Setting:
+    """What a search over the plans of a captured model is given. Raises InputError."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins, precision = _checked(options)
     progress("finding blocks", None)
-    chain = _blocks(captured.graph, pins, _least_blocks(pins))
-    setting = Setting(
+    return Setting(
         name=name,
         graph=captured.graph,
-        chain=chain,
+        chain=_blocks(captured.graph, pins, _least_blocks(pins)),
         cluster=where,
         global_batch=options.global_batch or captured.graph.example_batch,
         training=Training(
@@ -152,8 +165,18 @@ def plan_captured(
         backend=options.backend,
         time_limit_s=options.time_limit_s,
     )
-    plan = make_plan(setting, progress)
-    return with_collectives(Planned(captured=captured, chain=chain, plan=plan))
+
+
+def source_setting(
+    source: ModelSource, cluster: Cluster | str, options: PlanOptions, progress: Progress = _quiet
+) -> Setting:
+    """What a search over the plans of a model by name is given; the model is not allocated."""
+    progress("building the model", None)
+    model, batch, loss_fn = build_meta(source, options)
+    options = replace(options, global_batch=options.global_batch or source.default_batch)
+    progress("capturing the model", None)
+    captured = capture(model, batch, loss_fn=loss_fn)
+    return planning_setting(captured, cluster, options, name=source.name, progress=progress)
 
 
 def _checked(options: PlanOptions) -> tuple[Pins, Precision]:

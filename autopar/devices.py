@@ -22,6 +22,7 @@ from typing import Any
 
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.hardware import DEVICES
+from autopar.costs.profiles import Machine
 from autopar.errors import InputError, PlanMismatch
 from autopar.ir.cluster import Cluster, DeviceSpec
 from autopar.plan.codec import codec_of
@@ -91,6 +92,54 @@ def _table_name(name: str, memory_bytes: int) -> str:
             f"name the nearest of {', '.join(device.name for device in rows)}, as in 8:h100-sxm"
         )
     return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes)).name
+
+
+def this_machine() -> Machine:
+    """The device at hand and what its times depend on: a GPU, or the CPU where there is none.
+
+    Raises InputError for a GPU that the table of devices does not have.
+    """
+    import torch
+
+    version = torch.__version__
+    if not torch.cuda.is_available():
+        cores = os.cpu_count() or 1
+        return Machine(
+            device=_processor(), row="cpu", kind="cpu", driver="", torch=version, cores=cores
+        )
+    name = torch.cuda.get_device_name()
+    memory_bytes = torch.cuda.get_device_properties().total_memory
+    return Machine(
+        device=name,
+        row=_table_name(name, memory_bytes),
+        kind="cuda",
+        driver=f"{_nvidia_driver()}, CUDA {torch.version.cuda}",
+        torch=version,
+    )
+
+
+def free_bytes() -> int:
+    """Memory of the device at hand that nobody uses."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def profile_path() -> Path:
+    """The database of measurements that runs and models share."""
+    return _cache_folder() / "profile.sqlite"
+
+
+def _nvidia_driver() -> str:
+    """Version of the kernel's driver, where Linux tells."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "driver unknown"
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
+    return f"driver {found[1]}" if found else "driver unknown"
 
 
 def _cache_folder() -> Path:

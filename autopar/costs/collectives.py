@@ -50,6 +50,17 @@ def _steps(group_size: int) -> float:
     return 1 + log2(group_size)
 
 
+class LinkTimes(Protocol):
+    """Measured times of collectives; `costs.profiles.Profile` is one."""
+
+    def link_s(
+        self, op: CollectiveOp, nbytes: float, ranks: int, level: str, packed: int
+    ) -> float | None:
+        """Seconds of `op` over a group of `ranks` whose slowest link is `level` and of which
+        `packed` at a time share the next faster one; None where it was not measured."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hop:
     """One level of a hierarchical collective: `size` parts are joined through `link`."""
@@ -71,14 +82,29 @@ class Route:
     levels: tuple[Hop, ...]
     neighbour: LinkLevel
 
-    def time_s(self, op: CollectiveOp, nbytes: float) -> float:
-        """Seconds of `op`: the better of flat and level by level, as NCCL chooses."""
+    @property
+    def packed(self) -> int:
+        """How many of the ranks at a time share links faster than the slowest needed."""
+        return prod(hop.size for hop in self.levels[:-1])
+
+    def time_s(self, op: CollectiveOp, nbytes: float, measured: LinkTimes | None = None) -> float:
+        """Seconds of `op`: as measured, else the better of flat and level by level, as NCCL
+        chooses."""
         if self.flat.size == 1:
             return 0.0
-        if op is CollectiveOp.SEND_RECV:
+        sends = op is CollectiveOp.SEND_RECV
+        if measured is not None:
+            group = (2, self.neighbour.name, 1) if sends else (self.flat.size, *self._place)
+            if (found := measured.link_s(op, nbytes, *group)) is not None:
+                return found
+        if sends:
             return collective_time_s(op, nbytes, 2, self.neighbour)
         flat_s = collective_time_s(op, nbytes, self.flat.size, self.flat.link)
         return min(flat_s, hierarchical_time_s(op, nbytes, self.levels))
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        return self.flat.link.name, self.packed
 
 
 def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) -> float:
@@ -130,13 +156,18 @@ def _levels(ranks: tuple[int, ...], cluster: Cluster) -> tuple[Hop, ...]:
 
 
 def axis_collective_time_s(
-    op: CollectiveOp, nbytes: float, axis: Axis, cluster: Cluster, first_rank: int = 0
+    op: CollectiveOp,
+    nbytes: float,
+    axis: Axis,
+    cluster: Cluster,
+    first_rank: int = 0,
+    measured: LinkTimes | None = None,
 ) -> float:
     """Seconds of `op` over the group along `axis` through device `first_rank`.
 
     For a send: from a rank to the next along the axis, over the slowest such link.
     """
-    return axis_route(axis, cluster, first_rank).time_s(op, nbytes)
+    return axis_route(axis, cluster, first_rank).time_s(op, nbytes, measured)
 
 
 class ClusterCollectives:
@@ -144,14 +175,22 @@ class ClusterCollectives:
 
     The mesh holds the devices `first_rank + sum(i_a * stride_a)`. An axis is priced on the slowest
     of its groups: where nodes are not a multiple of it, some groups cross nodes and some do not.
+    `measured` times go before those of the model.
     """
 
-    def __init__(self, cluster: Cluster, axes: Sequence[Axis], first_rank: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        axes: Sequence[Axis],
+        first_rank: int = 0,
+        measured: LinkTimes | None = None,
+    ) -> None:
+        self._measured = measured
         self._routes = {axis.name: _routes(axis, axes, cluster, first_rank) for axis in axes}
 
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the slowest group of the axis. KeyError for an unknown axis."""
-        return max(route.time_s(op, nbytes) for route in self._routes[axis_name])
+        return max(route.time_s(op, nbytes, self._measured) for route in self._routes[axis_name])
 
 
 def _routes(

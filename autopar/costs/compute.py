@@ -21,7 +21,7 @@ from math import prod
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
 from autopar.costs.flops import Contraction, attention_contractions, contraction, op_flops
 from autopar.costs.local_op import LocalOp
-from autopar.costs.profiles import Profile
+from autopar.costs.profiles import Profile, TimeSource
 from autopar.costs.traffic import op_traffic
 from autopar.ir.cluster import DeviceSpec
 
@@ -59,11 +59,11 @@ has its efficiency in it."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpTime:
-    """Seconds of one op in each pass; `measured` if a profile said so."""
+    """Seconds of one op in each pass, and where they are from."""
 
     forward_s: float
     backward_s: float
-    measured: bool
+    source: TimeSource = TimeSource.MODELLED
 
 
 def curve_of(device: DeviceSpec) -> EfficiencyCurve:
@@ -110,11 +110,14 @@ def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> 
     The backward time covers the gradients of all inputs marked in `grad_inputs`; price the op with
     fewer marks to split it (backward for input, backward for weight).
     """
-    if profile is not None and (times := profile.lookup(op)) is not None:
-        return OpTime(
-            forward_s=times[0], backward_s=times[1] if op.requires_grad else 0.0, measured=True
-        )
     flops, traffic = op_flops(op), op_traffic(op, device.kind)
+    if not traffic.forward_kernels and not traffic.backward_kernels:
+        return OpTime(forward_s=0.0, backward_s=0.0, source=TimeSource.FREE)
+    if profile is not None and (found := profile.lookup(op)) is not None:
+        forward_s, backward_s, source = found
+        return OpTime(
+            forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0, source=source
+        )
     rate = _flop_rate(op, device)
 
     def roofline(work: float, nbytes: int, kernels: int) -> float:
@@ -125,9 +128,7 @@ def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> 
 
     forward_s = roofline(flops.forward_flops, traffic.forward_bytes, traffic.forward_kernels)
     backward_s = roofline(flops.backward_flops, traffic.backward_bytes, traffic.backward_kernels)
-    return OpTime(
-        forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0, measured=False
-    )
+    return OpTime(forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0)
 
 
 def _flop_rate(op: LocalOp, device: DeviceSpec) -> float:

@@ -86,7 +86,7 @@ class LocalOp:
 
     @property
     def key(self) -> str:
-        """Text that two ops share only if they run the same kernel on the same shapes."""
+        """Text that two ops share only if they run the same kernel on equal shapes and layouts."""
         tensors = (
             f"{dtype}{list(shape)}{'g' if self.needs_grad(i) else ''}"
             for i, (shape, dtype) in enumerate(
@@ -95,7 +95,9 @@ class LocalOp:
         )
         attributes = [_arg_text(arg) for arg in self.args]
         attributes += [f"{name}={_arg_text(arg)}" for name, arg in self.kwargs]
-        return f"{self.target}({', '.join(attributes)}) on {'; '.join(tensors)}"
+        outputs = "; ".join(map(str, map(list, self.output_shapes)))
+        text = f"{self.target}({', '.join(attributes)}) on {'; '.join(tensors)} -> {outputs}"
+        return f"{text} copied" if self.copies else text
 
 
 def local_op(

@@ -213,7 +213,11 @@ class PinPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The simulated step: `time_s` are terms of the critical path, `peak_bytes` the worst rank."""
+    """The simulated step: `time_s` are terms of the critical path, `peak_bytes` the worst rank.
+
+    Of `priced_ops` (those that move something) some have the time that a profile measured on just
+    their shapes, some one between those it measured; all others are priced by the model.
+    """
 
     step_s: float
     samples_per_s: float
@@ -222,6 +226,7 @@ class Prediction:
     peak_stage: int
     time_s: Terms
     measured_ops: int = 0
+    interpolated_ops: int = 0
     priced_ops: int = 0
 
 

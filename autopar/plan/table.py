@@ -14,7 +14,15 @@ from typing import Any
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import TENSOR, MeshAxis
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
-from autopar.plan.plan import Candidate, Certificate, Plan, Recompute, StagePlan, Terms
+from autopar.plan.plan import (
+    Candidate,
+    Certificate,
+    Plan,
+    Prediction,
+    Recompute,
+    StagePlan,
+    Terms,
+)
 from autopar.plan.techniques import techniques, variant_parameters
 from autopar.plan.text import (
     amount,
@@ -75,6 +83,13 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s(plan),
         "bubble_fraction": plan.prediction.bubble_fraction,
         "peak_bytes": plan.prediction.peak_bytes,
+        "op_times": {
+            "measured": plan.prediction.measured_ops,
+            "interpolated": plan.prediction.interpolated_ops,
+            "modelled": plan.prediction.priced_ops
+            - plan.prediction.measured_ops
+            - plan.prediction.interpolated_ops,
+        },
         "status": certificate.status,
         "bound_s": certificate.bound_s,
         "gap": certificate.gap,
@@ -364,9 +379,17 @@ def _prediction(plan: Plan) -> str:
     lines = [columns(("critical path", "time", "share"), rows)]
     lines.append(f"peak memory {amount(prediction.peak_bytes)} on stage {prediction.peak_stage}")
     if prediction.priced_ops:
-        measured = f"{prediction.measured_ops} of {prediction.priced_ops}"
-        lines.append(f"op times: {measured} from measurement, the others from a cost model")
+        lines.append(_op_sources(prediction))
     return "\n".join(lines)
+
+
+def _op_sources(prediction: Prediction) -> str:
+    measured, between = prediction.measured_ops, prediction.interpolated_ops
+    modelled = prediction.priced_ops - measured - between
+    return (
+        f"op times: {measured} of {prediction.priced_ops} measured, {between} interpolated between "
+        f"measured sizes, {modelled} from the cost model"
+    )
 
 
 def _stage_summary(stage: StagePlan) -> dict[str, Any]:

@@ -164,6 +164,11 @@ def launch(
         return pool.run(fn, *args)
 
 
+def started_by_torchrun() -> bool:
+    """Whether the environment describes this process as one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
 def init_from_env(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Join the process group that torchrun described in the environment; this process's device.
 

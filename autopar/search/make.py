@@ -130,6 +130,7 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
         peak_stage=groups[peaks.index(max(peaks))][0].index,
         time_s=tuple(busy.items()),
         measured_ops=sum(cost.measured_ops for cost in costs),
+        interpolated_ops=sum(cost.interpolated_ops for cost in costs),
         priced_ops=sum(cost.priced_ops for cost in costs),
     )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from autopar.costs.collectives import ClusterCollectives
-from autopar.costs.compute import op_time
+from autopar.costs.compute import OpTime, op_time
 from autopar.costs.local_op import LocalOp, local_op
 from autopar.costs.memory import state_bytes
+from autopar.costs.profiles import TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
 from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
@@ -52,6 +54,7 @@ class BlockCost:
     ways: tuple[Again, ...]
     priced_ops: int
     measured_ops: int
+    interpolated_ops: int = 0
     weight_s: float = 0.0
     deferred_bytes: int = 0
 
@@ -63,7 +66,7 @@ class Pricer:
     setting: Setting
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
     _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
-    _times: dict[LocalOp, tuple[float, float, bool]] = field(default_factory=dict)
+    _times: dict[LocalOp, OpTime] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
     _kept_parameters: dict[int, frozenset[Ref]] = field(default_factory=dict)
@@ -167,8 +170,7 @@ class Pricer:
         key = (mesh, grid.micro_batch, shares)
         if key not in self._prices:
             if mesh not in self._links:
-                links = ClusterCollectives(self.setting.cluster, grid.axes())
-                self._links[mesh] = links.time_s
+                self._links[mesh] = self._collectives(grid.axes()).time_s
             batch = grid.micro_batch * grid.batch_ranks
             self._prices[key] = Prices(
                 names=grid.names,
@@ -190,10 +192,11 @@ class Pricer:
             return self.prices(grid).collective(op, nbytes, axes[0]) if axes else 0.0
         key = (grid.sizes, axes)
         if key not in self._joined:
-            self._joined[key] = ClusterCollectives(
-                self.setting.cluster, _joined_axes(grid.axes(), axes)
-            ).time_s
+            self._joined[key] = self._collectives(_joined_axes(grid.axes(), axes)).time_s
         return self._joined[key](op, nbytes, "+".join(axes))
+
+    def _collectives(self, axes: Sequence[Axis]) -> ClusterCollectives:
+        return ClusterCollectives(self.setting.cluster, axes, measured=self.setting.profile)
 
     def local(self, node: OpNode, option: Option | NodeChoice, prices: Prices) -> LocalOp:
         """A node on the local shapes of an option."""
@@ -215,11 +218,13 @@ class Pricer:
             copying=self.setting.storage.copying,
         )
 
-    def op_seconds(self, op: LocalOp) -> tuple[float, float, bool]:
-        """Forward and backward seconds of a local op, and whether they were measured."""
+    def op_time(self, op: LocalOp) -> OpTime:
+        """Forward and backward seconds of a local op, and where they are from."""
         if op not in self._times:
-            time = op_time(op, self.device, self.setting.profile)
-            self._times[op] = (time.forward_s, time.backward_s, time.measured)
+            profile = self.setting.profile
+            if profile is not None and profile.machine.row != self.device.name:
+                profile = None  # of another kind of device of the cluster
+            self._times[op] = op_time(op, self.device, profile)
         return self._times[op]
 
     def compute(
@@ -228,8 +233,8 @@ class Pricer:
         """Forward and backward seconds of a node under an option."""
         key = (node.name, option.inputs, option.outputs, prices.batch, prices.names, prices.sizes)
         if key not in self._options:
-            forward, backward, _ = self.op_seconds(self.local(node, option, prices))
-            self._options[key] = (forward, backward)
+            time = self.op_time(self.local(node, option, prices))
+            self._options[key] = (time.forward_s, time.backward_s)
         return self._options[key]
 
     def saved(self, block: Block) -> SavedSet:
@@ -278,19 +283,20 @@ class Pricer:
         flow = self._flow(block, nodes, choices, layouts, grid)
         forward = backward = 0.0
         compute = (0.0, 0.0)
-        measured = 0
+        sources: Counter[TimeSource] = Counter()
         again: dict[str, StepSeconds] = {}
         apart = WeightPart(products=self.products(block), prices=prices, device=self.device)
         for node, choice in zip(nodes, choices, strict=True):
             op, option = self.local(node, choice, prices), self._option(node, choice, grid)
-            op_forward, op_backward, known = self.op_seconds(op)
+            time = self.op_time(op)
+            op_forward, op_backward = time.forward_s, time.backward_s
             inner = prices.inner_s(node, option)
             compute = (compute[0] + op_forward, compute[1] + op_backward)
             if all(strategy.kernel == LOCAL.name for strategy in option.strategies):
                 apart.add(node, choice, op, op_backward)
             again[node.name] = StepSeconds(op_forward + inner[0], op_forward)
             forward, backward = forward + again[node.name].total, backward + op_backward + inner[1]
-            measured += known
+            sources[time.source] += 1
         for move in flow.moves():
             moved = prices.move_s(move)
             again[move.name] = StepSeconds(moved[0], 0.0)
@@ -305,8 +311,9 @@ class Pricer:
             backward_compute_s=compute[1],
             transient_bytes=transient,
             ways=recompute.ways(),
-            priced_ops=len(nodes),
-            measured_ops=measured,
+            priced_ops=len(nodes) - sources[TimeSource.FREE],
+            measured_ops=sources[TimeSource.MEASURED],
+            interpolated_ops=sources[TimeSource.INTERPOLATED],
             weight_s=apart.seconds,
             deferred_bytes=apart.held_bytes,
         )

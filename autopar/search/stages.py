@@ -60,9 +60,11 @@ def boundary_s(
     back = [ref for ref in refs if ref in pricer.setting.differentiable]
 
     def seconds(values: Sequence[Ref]) -> float:
-        nbytes = boundary_bytes(pricer, grid, values)
-        return (
-            axis_collective_time_s(CollectiveOp.SEND_RECV, nbytes, axis, cluster) if values else 0.0
+        if not values:
+            return 0.0
+        nbytes, measured = boundary_bytes(pricer, grid, values), pricer.setting.profile
+        return axis_collective_time_s(
+            CollectiveOp.SEND_RECV, nbytes, axis, cluster, measured=measured
         )
 
     return seconds(refs), seconds(back)

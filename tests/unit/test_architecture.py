@@ -40,13 +40,23 @@ MAY_IMPORT = {
     # a program brings its plan; the executor runs the plan's own action lists
     "runtime": NOUNS | {"plan", "schedules"},
     "sources": NOUNS,
+    # measures the ops that the search prices, as capture says what they mean, and the collectives
+    # that the runtime runs; profiles are written as plans are
+    "profiler": NOUNS | {"capture", "costs", "plan", "runtime", "search"},
 }
 """Parts of autopar, and the parts they may import besides themselves. Those that are not named here
 are the edge: they call the stages."""
 
-EDGE = {"__init__", "__main__", "api", "cli", "commands", "compiler", "devices", "jobs", "local"}
+EDGE = {
+    *("__init__", "__main__", "api", "cli", "commands"),
+    *("compiler", "devices", "jobs", "local", "profiling"),
+}
 TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - {"__init__", "__main__", "cli", "commands"}
-TORCH_FILES = {"autopar/costs/measure.py"}
+TORCH_FILES = {
+    "autopar/costs/measure.py",
+    # these run ops and collectives; files and database of the profiler are read without torch
+    *(f"autopar/profiler/{name}.py" for name in ("arguments", "links", "ranks", "run", "timing")),
+}
 
 ENVIRONMENT = {
     "autopar/cli.py",

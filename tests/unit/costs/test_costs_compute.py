@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.costs.compute import matmul_efficiency, op_time
+from autopar.costs.compute import OpTime, matmul_efficiency, op_time
 from autopar.costs.flops import Contraction
 from autopar.costs.local_op import SLOT, LocalOp, op_name
-from autopar.costs.profiles import Profile
+from autopar.costs.profiles import Machine, OpRecord, Profile, TimeSource, Timing
 from autopar.costs.traffic import op_traffic
 from autopar.ir.cluster import DeviceSpec
 from autopar.ir.graph import Ref
@@ -64,7 +64,7 @@ def test_a_large_product_runs_at_the_tables_efficiency():
     expected = 2 * 8192**3 / (989e12 * 0.75)
     assert times.forward_s == pytest.approx(expected + 4e-6, rel=2e-3)
     assert times.backward_s == pytest.approx(2 * (expected + 4e-6), rel=2e-3)
-    assert not times.measured
+    assert times.source is TimeSource.MODELLED
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,18 @@ def test_written_out_attention_costs_more_than_fused():
 
 def test_a_profile_goes_first():
     op = linear(64, 64, 64)
-    profile = Profile(device="gpu", entries={op.key: (1.0, 2.0)})
+    record = OpRecord.of(op, timing(1.0), timing(2.0))
+    machine = Machine(device="x", row="x", kind="cuda", driver="1", torch="2")
+    profile = Profile(machine=machine, ops={op.key: record})
     times = op_time(op, GPU, profile)
-    assert (times.forward_s, times.backward_s, times.measured) == (1.0, 2.0, True)
-    assert not op_time(linear(64, 64, 65), GPU, profile).measured
+    assert times == OpTime(forward_s=1.0, backward_s=2.0, source=TimeSource.MEASURED)
+    far = op_time(linear(64, 64, 64 * 5), GPU, profile)
+    assert far == op_time(linear(64, 64, 64 * 5), GPU)
+    assert far.source is TimeSource.MODELLED
+
+
+def timing(seconds):
+    return Timing(median_s=seconds, spread_s=0.0, count=1)
 
 
 class Model(nn.Module):

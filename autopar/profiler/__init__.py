@@ -1,0 +1,1 @@
+"""Profiler: measures the ops and collectives that plans may need, and keeps what it measured."""

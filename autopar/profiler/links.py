@@ -1,0 +1,205 @@
+"""Times of collectives and sends over the groups that a cluster's meshes can have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.costs.collectives import RING_PASSES, axis_route
+from autopar.costs.profiles import LinkKey, LinkRecord
+from autopar.ir.cluster import Axis, Cluster
+from autopar.ir.collective import CollectiveOp
+from autopar.profiler.timing import timing_of
+from autopar.runtime import primitives
+from autopar.runtime.axes import AxisGroup
+from autopar.runtime.recorder import Recorder
+
+MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
+    "cpu": tuple(4**k for k in range(5, 14)),
+    "cuda": tuple(4**k for k in range(5, 16)),
+}
+"""Sizes of message to measure by device type: 1 KiB to 64 MiB, or to 1 GiB."""
+
+_SAMPLES, _MOST_LOOPS, _ENOUGH_S = 7, 50, 0.02
+_WIDTH = 4
+"""Bytes of a float32, the elements of every message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """Collectives to measure over the groups of `size` ranks that are `stride` apart, all groups
+    at once, as in a step."""
+
+    size: int
+    stride: int
+    keys: tuple[LinkKey, ...]
+
+
+def group_requests(cluster: Cluster, messages: Sequence[int]) -> tuple[GroupRequest, ...]:
+    """Every kind of group that an axis of a mesh on the cluster can have, once.
+
+    Groups are of a kind if they have the same size and the same route: the slowest level of links,
+    and how many ranks at a time share faster ones. Sends are between two ranks.
+    """
+    devices, found = cluster.num_devices, dict[tuple[object, ...], GroupRequest]()
+    sizes = [size for size in range(2, devices + 1) if devices % size == 0]
+    for size, stride in ((s, t) for s in sizes for t in range(1, devices // s + 1)):
+        if devices // size % stride:
+            continue
+        route = axis_route(Axis(name="", size=size, stride=stride), cluster)
+        group = (size, route.flat.link.name, route.packed)
+        found.setdefault(
+            ("group", *group), _request(size, stride, tuple(RING_PASSES), group, messages)
+        )
+    for stride in range(1, devices):
+        name = cluster.link((0, stride)).name
+        sends = (CollectiveOp.SEND_RECV,)
+        found.setdefault(("send", name), _request(2, stride, sends, (2, name, 1), messages))
+    return tuple(found.values())
+
+
+def _request(
+    size: int,
+    stride: int,
+    ops: Sequence[CollectiveOp],
+    group: tuple[int, str, int],
+    messages: Sequence[int],
+) -> GroupRequest:
+    ranks, level, packed = group
+    keys = tuple(
+        LinkKey(op=op, ranks=ranks, level=level, packed=packed, nbytes=nbytes)
+        for op in ops
+        for nbytes in messages
+    )
+    return GroupRequest(size=size, stride=stride, keys=keys)
+
+
+def measure_group(request: GroupRequest, device: torch.device, limit_s: float) -> list[LinkRecord]:
+    """The records of a request. Every rank calls it alike; all get the same.
+
+    A time is that of the slowest rank. After a message that takes longer than `limit_s`, larger
+    ones of the same collective are not sent.
+    """
+    groups = list(_groups(request, dist.get_world_size()))
+    made = [dist.new_group(list(ranks)) for ranks in groups]
+    me = dist.get_rank()
+    own = next((i for i, ranks in enumerate(groups) if me in ranks), None)
+    axis = None
+    if own is not None:
+        ranks = groups[own]
+        axis = AxisGroup(
+            axes=("profiled",),
+            ranks=ranks,
+            rank=ranks.index(me),
+            recorder=Recorder(),
+            group=made[own],
+        )
+    records = list(_measured(request, axis, device, limit_s))
+    for group in made:
+        if isinstance(group, dist.ProcessGroup):  # a stranger to the group has a number
+            dist.destroy_process_group(group)
+    return records
+
+
+def _groups(request: GroupRequest, world: int) -> Iterator[tuple[int, ...]]:
+    """The ranks of every group; each rank is in one at most."""
+    span = request.size * request.stride
+    for start in range(0, world - span + 1, span):
+        for offset in range(request.stride):
+            yield tuple(start + offset + i * request.stride for i in range(request.size))
+    if span > world:  # a send farther than half of the ranks
+        yield (0, request.stride)
+
+
+def _measured(
+    request: GroupRequest, axis: AxisGroup | None, device: torch.device, limit_s: float
+) -> Iterator[LinkRecord]:
+    slow: set[CollectiveOp] = set()
+    for key in request.keys:
+        if key.op in slow:
+            yield LinkRecord(key=key, reason=f"a smaller message takes over {limit_s:g} s")
+            continue
+        run = _RUNS[key.op](key.nbytes, axis, device) if axis is not None else _nothing
+        passes = 2 if key.op is CollectiveOp.SEND_RECV else 1
+        for _ in range(2):
+            first_s = _slowest(run, 1, device)
+        loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_S / max(first_s, 1e-7))))
+        samples = _SAMPLES if first_s < limit_s else 1
+        seconds = [_slowest(run, loops, device) / passes for _ in range(samples)]
+        yield LinkRecord(key=key, time=timing_of(seconds))
+        if first_s > limit_s:
+            slow.add(key.op)
+
+
+def _slowest(run: Callable[[], object], loops: int, device: torch.device) -> float:
+    """Seconds of a run on the slowest rank, the mean of `loops` one after the other."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(loops):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = torch.tensor((time.perf_counter() - started) / loops, device=device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _nothing() -> None:
+    """What a rank does that is in no group."""
+
+
+Run = Callable[[], object]
+
+
+def _all_reduce(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    x = torch.zeros(nbytes // _WIDTH, device=device)
+    return lambda: primitives.all_reduce(x, axis)
+
+
+def _shard(nbytes: int, axis: AxisGroup, device: torch.device) -> Tensor:
+    return torch.zeros(ceil(nbytes // _WIDTH / axis.size), device=device)
+
+
+def _all_gather(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    x = _shard(nbytes, axis, device)
+    return lambda: primitives.all_gather(x, axis, 0, [len(x)] * axis.size)
+
+
+def _reduce_scatter(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    parts = [_shard(nbytes, axis, device) for _ in range(axis.size)]
+    return lambda: primitives.reduce_scatter(parts, axis, 0)
+
+
+def _all_to_all(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    parts = [_shard(nbytes, axis, device) for _ in range(axis.size)]
+    shapes = [tuple(part.shape) for part in parts]
+    return lambda: primitives.all_to_all(parts, axis, shapes, nbytes=nbytes)
+
+
+def _there_and_back(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    x, other = torch.zeros(nbytes // _WIDTH, device=device), axis.ranks[1 - axis.rank]
+
+    def run() -> None:
+        steps = (dist.isend, dist.irecv) if axis.rank == 0 else (dist.irecv, dist.isend)
+        for step in steps:
+            work = step(x, other, group=axis.group)
+            assert work is not None
+            work.wait()
+
+    return run
+
+
+_RUNS: dict[CollectiveOp, Callable[[int, AxisGroup, torch.device], Run]] = {
+    CollectiveOp.ALL_REDUCE: _all_reduce,
+    CollectiveOp.ALL_GATHER: _all_gather,
+    CollectiveOp.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveOp.ALL_TO_ALL: _all_to_all,
+    CollectiveOp.SEND_RECV: _there_and_back,
+}
+"""What runs for each collective: the runtime's own functions, on buffers of the bytes counted."""
