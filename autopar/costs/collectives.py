@@ -186,14 +186,14 @@ class ClusterCollectives:
         measured: LinkTimes | None = None,
     ) -> None:
         self._measured = measured
-        self._routes = {axis.name: _routes(axis, axes, cluster, first_rank) for axis in axes}
+        self._routes = {axis.name: axis_routes(axis, axes, cluster, first_rank) for axis in axes}
 
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the slowest group of the axis. KeyError for an unknown axis."""
         return max(route.time_s(op, nbytes, self._measured) for route in self._routes[axis_name])
 
 
-def _routes(
+def axis_routes(
     axis: Axis, axes: Sequence[Axis], cluster: Cluster, first_rank: int
 ) -> tuple[Route, ...]:
     """The distinct routes of the groups along `axis`.

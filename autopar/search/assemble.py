@@ -244,7 +244,7 @@ def _times(
         *((("backward_weight", weight_s),) if grid.pipe.splits_backward else ()),
         ("send_forward", forward_s),
         ("send_backward", backward_s),
-        ("gradient_sync", sum(option.state.sync_s for option in options)),
+        ("gradient_sync", sum(option.sync_s for option in options)),
         ("optimizer", sum(option.state.optimizer_s for option in options)),
     )
 

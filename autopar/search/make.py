@@ -135,6 +135,12 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
     )
 
 
+def predicted(planner: Planner, found: Found) -> Prediction:
+    """What the best plan of a search is predicted to take, without the plan."""
+    _, stages = stage_plans(planner.pricer, found.best)
+    return predict(planner.setting, found.best, stages)
+
+
 def _certificate(setting: Setting, found: Found) -> Certificate:
     objective = found.best.solution.objective
     bound = min(found.bound_s, objective)

@@ -75,6 +75,14 @@ class ClassOption:
         return gather_s - hides * min(gather_s, compute_s)
 
     @property
+    def sync_s(self) -> float:
+        """Seconds to sum gradients, with the part beside the last backward that does not hide."""
+        compute_s = self.cost.backward_compute_s + self.again.compute_s
+        left_s = max(0.0, compute_s - self.state.gather_again_s(self.again.weights))
+        early_s = self.state.early_s
+        return self.state.sync_s - early_s + self._exposed_s(early_s, left_s)
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes held per micro-batch in flight."""
         return self.again.kept_bytes
@@ -108,7 +116,7 @@ class ClassOption:
     @property
     def update_s(self) -> float:
         """Seconds to sum gradients and step the optimizer."""
-        return self.state.sync_s + self.state.optimizer_s
+        return self.sync_s + self.state.optimizer_s
 
     @property
     def weight_bytes(self) -> int:

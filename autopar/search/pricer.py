@@ -280,14 +280,14 @@ class Pricer:
         """The cost of running a block as decided. `layouts` are those of its parameters."""
         prices, setting = self.prices(grid), self.setting
         nodes = setting.block_nodes(block)
-        flow = self._flow(block, nodes, choices, layouts, grid)
+        flow = self.flow(block, nodes, choices, layouts, grid)
         forward = backward = 0.0
         compute = (0.0, 0.0)
         sources: Counter[TimeSource] = Counter()
         again: dict[str, StepSeconds] = {}
         apart = WeightPart(products=self.products(block), prices=prices, device=self.device)
         for node, choice in zip(nodes, choices, strict=True):
-            op, option = self.local(node, choice, prices), self._option(node, choice, grid)
+            op, option = self.local(node, choice, prices), self.option(node, choice, grid)
             time = self.op_time(op)
             op_forward, op_backward = time.forward_s, time.backward_s
             inner = prices.inner_s(node, option)
@@ -326,7 +326,7 @@ class Pricer:
             )
         return self._products[block.index]
 
-    def _flow(
+    def flow(
         self,
         block: Block,
         nodes: Sequence[OpNode],
@@ -334,13 +334,15 @@ class Pricer:
         layouts: Mapping[str, Layout],
         grid: Grid,
     ) -> BlockFlow:
+        """Where the values of a block as decided move. `layouts` are those of its parameters."""
         setting = self.setting
         given, required = block_edges(setting.chain, block, setting.shared(grid.mesh))
         given |= {ref: layouts[setting.sources[ref.name].fqn] for ref in block.parameters}
         by_node = {choice.node: choice for choice in choices}
         return block_flow(nodes, by_node, given, required, setting.differentiable)
 
-    def _option(self, node: OpNode, choice: NodeChoice, grid: Grid) -> Option:
+    def option(self, node: OpNode, choice: NodeChoice, grid: Grid) -> Option:
+        """A choice with the strategies that it stands for."""
         strategies = []
         for position, axis in enumerate(grid.mesh):
             inputs = tuple(layout[position] for layout in choice.inputs)

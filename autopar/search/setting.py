@@ -18,11 +18,15 @@ from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
 
+EARLY_LEVELS = frozenset({2, 3})
+"""ZeRO levels at which the runtime sums gradients while the last backward runs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(GraphFacts):
     """One planning request. `price_pins` asks what the pins cost against the free optimum,
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
+    `early_sync` are the ZeRO levels at which gradients are summed during the last backward.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Setting(GraphFacts):
     price_pins: bool = True
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
+    early_sync: frozenset[int] = EARLY_LEVELS
     backend: str = "highs"
     time_limit_s: float = 120.0
 

@@ -21,9 +21,10 @@ from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_byte
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.collective import CollectiveOp
-from autopar.ir.graph import Ref, Source, SourceKind
+from autopar.ir.graph import DTYPE_BYTES, Ref, Source, SourceKind
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
+from autopar.ir.precision import grad_dtype
 from autopar.plan.zero import shard_layout
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
@@ -47,6 +48,8 @@ class ZeroChoice:
 
 UNSPLIT = ZeroChoice()
 
+SUMS = (CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterState:
@@ -57,6 +60,9 @@ class ParameterState:
     level: int = 0
     stored: Layout = ()
 
+
+StateCollective = tuple[CollectiveOp, float, tuple[str, ...]]
+"""A collective on a parameter or its gradient: bytes, and the mesh axes that it joins."""
 
 States = tuple[tuple[str, ParameterState], ...]
 """By the names of the parameters of the first block of a class."""
@@ -69,7 +75,8 @@ class StateCost:
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
     `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
     the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
-    it; `sync_s` and `optimizer_s` per step.
+    it; `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that runs beside the
+    last backward.
     """
 
     held: StateBytes
@@ -78,6 +85,7 @@ class StateCost:
     gathers: tuple[tuple[Ref, float, bool], ...]
     sync_s: float
     optimizer_s: float
+    early_s: float = 0.0
 
     @property
     def gather_s(self) -> float:
@@ -184,17 +192,21 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
     gathered = unreduced = moved = 0
     gathers: list[tuple[Ref, float, bool]] = []
-    sync_s = 0.0
+    sync_s = early_s = 0.0
     for ref in block.parameters:
         source = setting.sources[ref.name]
         state = by_name[source.fqn]
         if state.level == 3:
             gathered += prices.local_bytes(ref, state.layout)
-            once_s = _over_s(pricer, grid, CollectiveOp.ALL_GATHER, ref, state)
+            once_s = _seconds(pricer, grid, gather_collectives(pricer, grid, ref, state))
             gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
         if source.trainable:
-            sync_s += _sync_s(pricer, grid, ref, state)
-            moved += _optimizer_bytes(pricer, ref, state, prices)
+            for each in sync_collectives(pricer, grid, ref, state):
+                seconds = _seconds(pricer, grid, (each,))
+                sync_s += seconds
+                early = state.level in setting.early_sync and each[0] in SUMS
+                early_s += seconds * early
+            moved += optimizer_bytes(pricer, ref, state, prices)
             if state.level >= 2 and grid.micro_batches == 1:
                 unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
                     1
@@ -205,11 +217,12 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         unreduced_bytes=unreduced,
         gathers=tuple(gathers),
         sync_s=sync_s,
+        early_s=early_s,
         optimizer_s=moved / pricer.device.memory_bandwidth_bytes_s,
     )
 
 
-def _optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
+def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
     """Bytes that the optimizer moves to update this rank's share of a parameter."""
     training = pricer.setting.training
     precision = training.precision
@@ -231,34 +244,48 @@ def _split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
     return tuple(name for name, used, stored in named if used != stored)
 
 
-def _over_s(pricer: Pricer, grid: Grid, op: CollectiveOp, ref: Ref, state: ParameterState) -> float:
-    """Seconds of a collective on the whole local weight over the axes that split its state."""
+def gather_collectives(
+    pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
+) -> tuple[StateCollective, ...]:
+    """What gathers a weight that lies in shards for one pass of one micro-batch."""
     prices = pricer.prices(grid)
+    if state.level < 3:
+        return ()
     nbytes = prices.local_bytes(ref, state.layout)
-    return pricer.joined_s(grid, op, nbytes, _split_axes(state, prices))
+    return ((CollectiveOp.ALL_GATHER, nbytes, _split_axes(state, prices)),)
 
 
-def _sync_s(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
-    """Seconds a step to sum a gradient and, at levels 1 and 2, to gather the updated weight.
-
-    None of it is taken to hide behind the backward.
-    """
+def sync_collectives(
+    pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
+) -> tuple[StateCollective, ...]:
+    """What sums a gradient once a step, in the dtype that gradients have, and then at levels 1 and
+    2 gathers the updated weight."""
     prices, split = pricer.prices(grid), _split_axes(state, pricer.prices(grid))
-    total = 0.0
+    dtype = pricer.setting.sources[ref.name].spec.dtype
+    summed = grad_dtype(pricer.setting.training.precision, dtype)
+    wider = DTYPE_BYTES[summed] / DTYPE_BYTES[dtype]
+    whole, stored = (
+        prices.local_bytes(ref, layout) for layout in (state.layout, state.stored or state.layout)
+    )
+    found: list[StateCollective] = []
     if split:
-        total += _over_s(pricer, grid, CollectiveOp.REDUCE_SCATTER, ref, state)
-        if state.level < 3:
-            total += _over_s(pricer, grid, CollectiveOp.ALL_GATHER, ref, state)
+        found.append((CollectiveOp.REDUCE_SCATTER, wider * whole, split))
     rest = [
         name
         for name, placement in zip(prices.names, state.layout, strict=True)
         if placement == R_STAR and name not in split
     ]
-    nbytes = prices.local_bytes(ref, state.stored or state.layout)
     batch = tuple(name for name in rest if name in BATCH_AXES)
     for axes in (batch, *((name,) for name in rest if name not in BATCH_AXES)):
-        total += pricer.joined_s(grid, CollectiveOp.ALL_REDUCE, nbytes, axes)
-    return total
+        if axes:
+            found.append((CollectiveOp.ALL_REDUCE, wider * stored, axes))
+    if split and state.level < 3:
+        found.append((CollectiveOp.ALL_GATHER, whole, split))
+    return tuple(found)
+
+
+def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[StateCollective]) -> float:
+    return sum(pricer.joined_s(grid, *each) for each in collectives)
 
 
 def least_state_bytes(pricer: Pricer, grid: Grid) -> float:

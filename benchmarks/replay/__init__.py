@@ -1,0 +1,1 @@
+"""Published training runs, priced with their own plans."""

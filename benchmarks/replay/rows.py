@@ -1,0 +1,243 @@
+"""Published runs, as the files of measured runs print them, and what each asks of the planner."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay.frameworks import Framework, framework_of
+from replay.model import Architecture, parameters
+
+Row = Mapping[str, Any]
+
+DEVICES = (
+    ("H100-80GB", "h100-sxm"),
+    ("H200-141GB", "h200-sxm"),
+    ("A100-80GB-SXM", "a100-80gb"),
+    ("A100-40GB", "a100-40gb"),
+    ("V100-16GB", "v100-16gb"),
+    ("V100-32GB-SXM2", "v100-32gb"),
+    ("B200-180GB-SXM", "b200"),
+    ("GB200", "gb200"),
+    ("MI300X", "mi300x"),
+    ("MI325X", "mi325x"),
+)
+"""How a published device begins, and its name in the hardware table."""
+
+LIMITED = ("power limited", "HBM2e")
+"""Words for a device that is slower than the one of its name."""
+
+RECOMPUTE = (
+    ("selective", "selective"),
+    ("core_attn", "selective"),
+    ("none", "none"),
+    ("full (every layer)", "all"),
+    ("full", "all"),
+)
+SCHEDULES = {"1F1B": "1f1b", "interleaved 1F1B": "interleaved-1f1b", "ZBV": "zbv"}
+
+
+class Unpriced(Exception):
+    """Why a row cannot be priced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One published run as the planner is asked for it."""
+
+    key: str
+    source: str
+    architecture: Architecture
+    layers: int
+    cluster: str
+    global_batch: int
+    precision: str
+    framework: Framework
+    pins: tuple[tuple[str, str], ...]
+
+
+def read_rows(paths: Iterable[Path]) -> Iterator[Row]:
+    """All rows of files with one JSON object a line."""
+    for path in paths:
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+
+
+def measured_s(row: Row) -> float | None:
+    """Seconds of a step as measured: printed, or from tokens per second, or from TFLOP/s by the
+    formula that the source itself states; None where the row has none."""
+    if row.get("status") != "ok":
+        return None
+    if "iteration_s" in row:
+        return float(row["iteration_s"])
+    rate = row.get("measured_tokens_per_s_per_gpu")
+    if rate and {"global_batch_seqs", "seq_len", "n_gpus"} <= set(row):
+        return row["global_batch_seqs"] * row["seq_len"] / (rate * row["n_gpus"])
+    if str(row["dataset"]).startswith(("Megatron-LM SC21", "SC21")):
+        return _sc21_s(row)
+    found = row.get("derived_iteration_s")
+    return None if found is None else float(found)
+
+
+def _sc21_s(row: Row) -> float | None:
+    """Narayanan et al. 2021, equation 3, which counts full recomputation:
+    F = 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
+    names = ("global_batch_seqs", "seq_len", "layers", "hidden", "vocab", "n_gpus")
+    rate = row.get("measured_tflops_per_gpu")
+    if rate is None or any(name not in row for name in names) or row.get("recompute") != "full":
+        return None
+    batch, seq, layers, hidden, vocab, gpus = (row[name] for name in names)
+    share = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96 * batch * seq * layers * hidden**2 * share / (rate * 1e12 * gpus)
+
+
+def is_oom(row: Row) -> bool:
+    """Whether the run was published as out of memory."""
+    return bool(row.get("status") == "oom")
+
+
+def left_out(row: Row) -> str | None:
+    """Why a row says nothing that a prediction could be held to; None if it does."""
+    if "checks" in row:
+        return "its own numbers disagree"
+    if not is_oom(row) and measured_s(row) is None:
+        status = str(row.get("status"))
+        return "no step time" if status.startswith("ok") else f"status {status.partition(',')[0]}"
+    return None
+
+
+def job(row: Row) -> Job:
+    """What a row asks of the planner. Raises Unpriced with the reason."""
+    if row.get("task", "pretrain") != "pretrain":
+        raise Unpriced(f"task {row['task']}")
+    names = "layers hidden heads ffn vocab seq_len gpu n_gpus global_batch_seqs micro_batch_seqs"
+    missing = [name for name in (*names.split(), "tp", "pp") if row.get(name) is None]
+    if missing:
+        raise Unpriced(f"not published: {', '.join(missing)}")
+    if row.get("offload", "none") not in ("none", None):
+        raise Unpriced("offloads to the host")
+    precision, framework = _precision(row), framework_of(row)
+    return Job(
+        key=str(row["id"]),
+        source=str(row["dataset"]),
+        architecture=_architecture(row, precision, framework),
+        layers=int(row["layers"]),
+        cluster=_cluster(row),
+        global_batch=int(row["global_batch_seqs"]),
+        precision=precision,
+        framework=framework,
+        pins=tuple(_pins(row, framework)),
+    )
+
+
+def _precision(row: Row) -> str:
+    text = str(row.get("precision") or "bf16").lower()
+    if "fp8" in text or "float8" in text or "fp4" in text:
+        raise Unpriced("precision fp8 or less")
+    return "fp16" if text.startswith("fp16") and "bf16" not in text else "bf16"
+
+
+def _architecture(row: Row, precision: str, framework: Framework) -> Architecture:
+    """The model; whether it is gated, and its head tied, is what gives its parameter count best."""
+    experts = int(row.get("moe_experts") or 0)
+    if row["hidden"] % row["heads"]:
+        raise Unpriced("heads do not divide the hidden width")
+
+    def with_kind(gated: bool, tied: bool) -> Architecture:
+        return Architecture(
+            hidden=row["hidden"],
+            heads=row["heads"],
+            kv_heads=row.get("kv_heads") or row["heads"],
+            ffn=row["moe_ffn"] if experts else row["ffn"],
+            vocab=row["vocab"],
+            seq_len=row["seq_len"],
+            gated=gated,
+            tied=tied,
+            dropout=0.0 if gated else framework.dropout,
+            fused_attention=_is_fused(row, framework),
+            experts=experts,
+            top_k=int(row.get("moe_top_k") or 0),
+            dtype="float16" if precision == "fp16" else "bfloat16",
+        )
+
+    if experts:
+        return with_kind(gated=True, tied=False)
+    classic = row["ffn"] == 4 * row["hidden"] and "params_b" not in row
+    if classic:
+        return with_kind(gated=False, tied=True)
+    kinds = [with_kind(gated, tied) for gated in (False, True) for tied in (True, False)]
+    if "params_b" not in row:
+        return kinds[3]
+    want = float(row["params_b"]) * 1e9
+    return min(kinds, key=lambda a: abs(parameters(a, row["layers"]) - want))
+
+
+def _is_fused(row: Row, framework: Framework) -> bool:
+    kernel = row.get("attention_kernel")
+    return framework.fused_attention if kernel is None else "flash" in kernel or "TE" in kernel
+
+
+def _cluster(row: Row) -> str:
+    gpu = str(row["gpu"])
+    if any(word in gpu for word in LIMITED):
+        raise Unpriced(f"device {gpu}: no such row")
+    name = next((ours for theirs, ours in DEVICES if gpu.startswith(theirs)), None)
+    if name is None:
+        raise Unpriced(f"device {gpu}: no such row")
+    gpus, node = int(row["n_gpus"]), int(row.get("gpus_per_node") or 8)
+    if gpus <= node:
+        return f"{gpus}:{name}"
+    if gpus % node:
+        raise Unpriced(f"{gpus} devices do not fill nodes of {node}")
+    rate = row.get("internode_gbps_per_gpu")
+    return f"{gpus // node}x{node}:{name}" + (f"@network={rate / 8:g}" if rate else "")
+
+
+def _pins(row: Row, framework: Framework) -> Iterator[tuple[str, str]]:
+    gpus, tp, pp = (int(row[name]) for name in ("n_gpus", "tp", "pp"))
+    cp, ep, vpp = (int(row.get(name) or 1) for name in ("cp", "ep", "vpp"))
+    if gpus % (tp * pp * cp):
+        raise Unpriced(f"tp x pp x cp = {tp * pp * cp} does not divide {gpus} devices")
+    data = gpus // (tp * pp * cp)
+    micro = int(row["micro_batch_seqs"])
+    if int(row["global_batch_seqs"]) % (micro * data):
+        raise Unpriced("the micro-batches do not make up the global batch")
+    if int(row.get("etp") or tp) != tp:
+        raise Unpriced("experts have a tensor degree of their own")
+    yield from (("pipeline", str(pp)), ("tensor", str(tp)), ("context", str(cp)))
+    yield from (("data", str(data)), ("micro_batch", str(micro)))
+    if row.get("moe_experts"):
+        yield "expert", str(ep)
+    if tp > 1:
+        yield "sequence", "on" if row.get("sequence_parallel") else "off"
+    yield from _schedule(row, pp, vpp)
+    yield "recompute", _recompute(row)
+    level = row.get("zero_stage")
+    level = framework.zero if level is None else int(level)
+    group = re.search(r"group (\d+)", str(row.get("fsdp") or ""))
+    if group and data > 1 and int(group[1]) < data:
+        raise Unpriced(f"shards over groups of {group[1]} ranks")
+    yield "zero", str(level if data > 1 else 0)
+
+
+def _schedule(row: Row, pp: int, vpp: int) -> Iterator[tuple[str, str]]:
+    text = row.get("pipeline_schedule") or ("interleaved 1F1B" if vpp > 1 else "1F1B")
+    if pp > 1 and text not in SCHEDULES:
+        raise Unpriced(f"schedule {text}")
+    if pp == 1 or vpp == 1:
+        yield "schedule", SCHEDULES[text] if pp > 1 and text != "interleaved 1F1B" else "1f1b"
+        return
+    yield from (("schedule", "interleaved-1f1b"), ("chunks", str(vpp)))
+
+
+def _recompute(row: Row) -> str:
+    text = str(row.get("recompute") or "none")
+    found = next((ours for theirs, ours in RECOMPUTE if text == theirs), None)
+    found = found or ("selective" if text.startswith("selective") else None)
+    if found is None:
+        raise Unpriced(f"recompute {text}")
+    return found
