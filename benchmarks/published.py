@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.errors import AutoparError, InfeasiblePlan
-from autopar.plan.text import columns
-from autopar.search.make import predicted
-from replay.price import Captures, search
+from replay.price import Captures, memory_bytes, peak_bytes, search
 from replay.rows import Row, Unpriced, is_oom, job, left_out, measured_s, read_rows
 from replay.split import part
+
+from autopar.errors import AutoparError
+from autopar.plan.text import columns
+from autopar.search.make import predicted
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 
@@ -30,7 +31,7 @@ DATA = Path(__file__).parent / "data" / "runs.jsonl"
 class Result:
     """One run: what was measured, what is predicted, or why it is not.
 
-    `fits` is the prediction that the plan fits in memory; `step_s` is None where it does not.
+    `fits` is the prediction that the plan fits in memory, and `step_s` what it takes if it does.
     """
 
     key: str
@@ -65,14 +66,17 @@ def price(row: Row, captures: Captures, split: str) -> Result:
         "oom": is_oom(row),
     }
     try:
-        planner, found = search(job(row), captures)
+        asked = job(row)
+        planner, found = search(asked, captures)
         prediction = predicted(planner, found)
-    except InfeasiblePlan as error:
-        return Result(**known, fits=False, why=_one_line(error))
     except (Unpriced, AutoparError) as error:
         return Result(**known, why=_one_line(error))
+    peak = peak_bytes(asked, planner, prediction.peak_bytes)
     return Result(
-        **known, fits=True, step_s=prediction.step_s, peak_gib=prediction.peak_bytes / 2**30
+        **known,
+        fits=peak <= memory_bytes(asked),
+        step_s=prediction.step_s,
+        peak_gib=peak / 2**30,
     )
 
 
@@ -80,9 +84,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def run(
-    rows: Iterable[Row], only: Sequence[str], captures: Captures
-) -> Iterator[Result]:
+def run(rows: Iterable[Row], only: Sequence[str], captures: Captures) -> Iterator[Result]:
     """The results of the rows that can say something, of those asked for."""
     known = list(rows)
     parts = part(known)

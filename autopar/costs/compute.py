@@ -121,7 +121,7 @@ def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> 
     rate = _flop_rate(op, device)
 
     def roofline(work: float, nbytes: int, kernels: int) -> float:
-        if not kernels:
+        if not kernels and not nbytes:
             return 0.0
         compute_s = work / rate if rate else 0.0
         return max(compute_s, memory_s(nbytes, device, 0)) + kernels * device.kernel_launch_s

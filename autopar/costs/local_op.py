@@ -28,7 +28,8 @@ class LocalOp:
     `args` and `kwargs` are those of the node with sizes made numbers and tensor `i` (in the order
     of `OpNode.inputs()`) written `Ref("$", i)`. `grad_inputs[i]` tells whether input `i` needs a
     gradient. `copies` tells whether an op that may return a view (`reshape`, `contiguous`) has to
-    copy here, as `strides.trace_storage` finds.
+    copy here, as `strides.trace_storage` finds. `fused_inputs` are the inputs, and `fused_output`
+    tells of the first output, that stay in registers (`fusion.fused_values`).
     """
 
     target: str
@@ -41,6 +42,8 @@ class LocalOp:
     requires_grad: bool = False
     grad_inputs: tuple[bool, ...] = ()
     copies: bool = False
+    fused_inputs: tuple[int, ...] = ()
+    fused_output: bool = False
 
     @property
     def name(self) -> str:
@@ -109,10 +112,12 @@ def local_op(
     batch: int,
     grad_inputs: tuple[bool, ...] = (),
     copying: Collection[str] = (),
+    fused: Collection[Ref] = (),
 ) -> LocalOp:
     """`node` on local shapes, for a micro-batch of `batch` samples.
 
-    `copying` names the nodes whose view has to be copied (`StorageMap.copying`).
+    `copying` names the nodes whose view has to be copied (`StorageMap.copying`), `fused` the values
+    that stay in registers.
     """
     slots = iter(range(len(input_shapes)))
 
@@ -134,6 +139,8 @@ def local_op(
         requires_grad=node.requires_grad,
         grad_inputs=grad_inputs,
         copies=node.name in copying,
+        fused_inputs=tuple(i for i, ref in enumerate(node.inputs()) if ref in fused),
+        fused_output=Ref(node.name) in fused,
     )
 
 

@@ -33,7 +33,24 @@ FREE = Traffic(forward_kernels=0, backward_kernels=0)
 
 
 def op_traffic(op: LocalOp, device_kind: str = "cuda") -> Traffic:
-    """What `op` moves. Views move nothing forward; a few gather or spread gradients backward."""
+    """What `op` moves. Views move nothing forward; a few gather or spread gradients backward.
+
+    What stays in registers is moved in neither pass, and a chain is one kernel: its last op's
+    forward, its first op's backward.
+    """
+    whole = _unfused(op, device_kind)
+    if not (op.fused_inputs or op.fused_output):
+        return whole
+    inside = sum(map(op.input_bytes, op.fused_inputs)) + op.output_bytes(0) * op.fused_output
+    return Traffic(
+        forward_bytes=max(0, whole.forward_bytes - inside),
+        backward_bytes=max(0, whole.backward_bytes - inside),
+        forward_kernels=0 if op.fused_output else whole.forward_kernels,
+        backward_kernels=0 if op.fused_inputs else whole.backward_kernels,
+    )
+
+
+def _unfused(op: LocalOp, device_kind: str) -> Traffic:
     if not op.output_shapes or is_identity(op):
         return FREE
     if op.name in VIEW_OPS and not op.copies:

@@ -216,6 +216,7 @@ class Pricer:
             batch=prices.batch // batch_size(prices.names, prices.sizes),
             grad_inputs=tuple(ref in self.setting.differentiable for ref in inputs),
             copying=self.setting.storage.copying,
+            fused=self.setting.fused,
         )
 
     def op_time(self, op: LocalOp) -> OpTime:

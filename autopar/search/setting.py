@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.compute import Profile
+from autopar.costs.fusion import fused_values
 from autopar.costs.memory import StateBytes, Training, state_bytes, total_bytes
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
@@ -26,7 +27,8 @@ EARLY_LEVELS = frozenset({2, 3})
 class Setting(GraphFacts):
     """One planning request. `price_pins` asks what the pins cost against the free optimum,
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
-    `early_sync` are the ZeRO levels at which gradients are summed during the last backward.
+    `early_sync` are the ZeRO levels at which gradients are summed during the last backward, `fuses`
+    tells that what runs the plan runs chains of pointwise ops as one kernel.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Setting(GraphFacts):
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
     early_sync: frozenset[int] = EARLY_LEVELS
+    fuses: bool = False
     backend: str = "highs"
     time_limit_s: float = 120.0
 
@@ -110,6 +113,11 @@ class Setting(GraphFacts):
             )
             for block_class in self.chain.classes
         )
+
+    @cached_property
+    def fused(self) -> frozenset[Ref]:
+        """Values between blocks' ops that never reach memory."""
+        return fused_values(self.graph.nodes) if self.fuses else frozenset()
 
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""

@@ -12,13 +12,16 @@ class Framework:
     """How a framework runs a plan.
 
     `overlaps_sync`: gradients are summed while the backward runs. `wide_gradients`: they are
-    added up, and sent, in float32. `zero` is the level where a row does not say.
+    added up, and sent, in float32. `fuses`: chains of pointwise ops are one kernel. `even_stages`:
+    every stage has equally many layers. `zero` is the level where a row does not say.
     """
 
     fused_attention: bool
     dropout: float = 0.0
     overlaps_sync: bool = False
     wide_gradients: bool = False
+    fuses: bool = True
+    even_stages: bool = True
     zero: int = 0
     why: str = ""
 
@@ -58,6 +61,7 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
             fused_attention=True,
             overlaps_sync=True,
             wide_gradients=True,
+            even_stages=False,
             why="Ultra-Scale Playbook: FlashAttention-2, float32 gradient accumulation, "
             "all-reduce of buckets during the last backward",
         ),

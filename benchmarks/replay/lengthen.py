@@ -129,4 +129,3 @@ def _chain(
         for c in chain.classes
     )
     return replace(chain, blocks=whole, classes=classes, boundaries=boundaries)
-

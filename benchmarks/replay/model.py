@@ -85,9 +85,7 @@ class Attention(nn.Module):
         """Products, and the fused scale, mask and softmax of Megatron-LM as one softmax."""
         if self.a.kv_heads < self.a.heads:
             times = self.a.heads // self.a.kv_heads
-            k, v = (
-                x[:, :, None].expand(-1, -1, times, -1, -1).reshape(q.shape) for x in (k, v)
-            )
+            k, v = (x[:, :, None].expand(-1, -1, times, -1, -1).reshape(q.shape) for x in (k, v))
         weights = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
         return torch.matmul(F.dropout(weights, self.a.dropout, self.training), v)
 

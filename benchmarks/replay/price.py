@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 from autopar.capture import capture, find_blocks
 from autopar.compiler import PRECISIONS
 from autopar.costs.clusters import parse_cluster
-from autopar.costs.memory import Training
+from autopar.costs.memory import Training, reserve_bytes
 from autopar.errors import AutoparError
 from autopar.ir.blocks import BlockChain
+from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.precision import Precision
 from autopar.schedules.registry import SCHEDULES
 from autopar.search import Setting, parse_pins
-from autopar.search.setting import EARLY_LEVELS
 from autopar.search.planner import Found, Planner
+from autopar.search.setting import EARLY_LEVELS
 from replay.lengthen import lengthen, repeated_class
 from replay.model import Architecture, build
 from replay.rows import Job, Unpriced
@@ -82,12 +85,25 @@ class Captures:
         return graph
 
 
+def memory_bytes(job: Job) -> int:
+    """Memory of a device."""
+    return parse_cluster(job.cluster).device(0).memory_bytes
+
+
+def peak_bytes(job: Job, planner: Planner, predicted_bytes: float) -> float:
+    """The peak with what the runtime takes of the device that there is, not of a boundless one."""
+    boundless = planner.setting.cluster.device(0)
+    real = parse_cluster(job.cluster).device(0)
+    return predicted_bytes - reserve_bytes(boundless) + reserve_bytes(real)
+
+
 def setting_of(job: Job, captures: Captures) -> Setting:
-    """The planning request of a row. Raises Unpriced."""
+    """The planning request of a row, memory for free. Raises Unpriced."""
     graph, chain = captures.deep(job.architecture, job.layers)
+    cuts = tuple(("boundary", path) for path in _even_cuts(job, chain))
     try:
-        pins = parse_pins(job.pins, SCHEDULES)
-        cluster = parse_cluster(job.cluster)
+        pins = parse_pins((*job.pins, *cuts), SCHEDULES)
+        cluster = _boundless(parse_cluster(job.cluster))
     except AutoparError as error:
         raise Unpriced(str(error)) from error
     return Setting(
@@ -99,8 +115,28 @@ def setting_of(job: Job, captures: Captures) -> Setting:
         training=Training(precision=_precision(job)),
         pins=pins,
         price_pins=False,
+        fuses=job.framework.fuses,
         early_sync=EARLY_LEVELS | ({0, 1} if job.framework.overlaps_sync else set()),
     )
+
+
+def _boundless(cluster: Cluster) -> Cluster:
+    """The cluster with more memory than anything needs: that a plan was run fixes its choices."""
+    groups = tuple(
+        replace(g, device=replace(g.device, memory_bytes=1000 * g.device.memory_bytes))
+        for g in cluster.groups
+    )
+    return replace(cluster, groups=groups)
+
+
+def _even_cuts(job: Job, chain: BlockChain) -> Iterator[str]:
+    """The modules that start a stage where all stages have equally many layers."""
+    stages = prod(int(dict(job.pins).get(key, 1)) for key in ("pipeline", "chunks"))
+    if stages == 1 or job.layers % stages or not job.framework.even_stages:
+        return
+    first = chain.classes[repeated_class(chain)].members[0]
+    each = job.layers // stages
+    yield from (chain.blocks[first + i * each].module_path for i in range(1, stages))
 
 
 def _precision(job: Job) -> Precision:
@@ -111,7 +147,8 @@ def _precision(job: Job) -> Precision:
 def search(job: Job, captures: Captures) -> tuple[Planner, Found]:
     """The search of the one grid that a row's plan leaves.
 
-    Raises Unpriced where the plan cannot be expressed, InfeasiblePlan where it does not fit.
+    Memory is taken to be there; `memory_bytes` tells what there is. Raises Unpriced where the plan
+    cannot be expressed.
     """
     planner = Planner(setting=setting_of(job, captures))
     return planner, planner.search()

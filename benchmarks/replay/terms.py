@@ -214,4 +214,3 @@ def _messages(pricer: Pricer, staged: Staged) -> dict[str, tuple[Bag, ...]]:
         refs = chain.boundaries[first - 1] if first else ()
         back.append(message([ref for ref in refs if ref in differentiable]))
     return {"send": tuple(send), "send_back": tuple(back)}
-

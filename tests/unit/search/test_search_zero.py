@@ -159,6 +159,32 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
     assert exposed == pytest.approx(gather / 4)
 
 
+@pytest.mark.parametrize(("level", "early"), [(0, False), (1, False), (2, True), (3, True)])
+def test_gradients_of_levels_2_and_3_are_summed_beside_the_last_backward(pricer, level, early):
+    found = pricer(pins=[f"zero={level}", "recompute=none"])
+    block = next(b for b in found.setting.chain.blocks if b.parameters)
+    option = replace(class_options(found, grid(), block.class_index, {})[0], cold=0.0)
+    state, again_s = option.state, option.state.gather_again_s(option.again.weights)
+    summed = found.prices(grid()).collective(RS, 4 * HIDDEN * HIDDEN, "data")
+    assert state.early_s == (summed if early else 0.0)
+    run = replace(option.cost, backward_compute_s=again_s + summed / 4)
+    hidden = summed / 4 if early else 0.0
+    assert replace(option, cost=run).sync_s == pytest.approx(state.sync_s - hidden)
+    assert replace(option, cost=run, overlaps=False).sync_s == pytest.approx(state.sync_s)
+
+
+def test_gradients_are_sent_in_the_dtype_that_they_are_added_up_in(pricer):
+    found = pricer()
+    wide = replace(found.setting.training.precision, grad_dtype="float64")
+    twice = Pricer(replace(found.setting, training=replace(found.setting.training, precision=wide)))
+    choice = ZeroChoice(level=1, over=("data",))
+    scatter, gather = (
+        found.prices(grid()).collective(op, 4 * HIDDEN**2, "data") for op in (RS, AG)
+    )
+    assert cost(found, grid(), choice).sync_s == scatter + gather
+    assert cost(twice, grid(), choice).sync_s == once(RS, 8 * HIDDEN**2, "data") + gather
+
+
 def test_on_a_cpu_nothing_hides(pricer):
     found = pricer("local:8", pins=["zero=3", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
@@ -167,7 +193,8 @@ def test_on_a_cpu_nothing_hides(pricer):
 
 
 def test_undominated_options_are_those_that_no_other_beats(pricer):
-    """With several micro-batches level 2 saves nothing that level 1 does not."""
+    """With several micro-batches level 2 holds what level 1 does, and sums gradients during the
+    last backward."""
     on = grid(micro_batches=4)
     block = next(b for b in pricer().setting.chain.blocks if b.parameters)
     every = [
@@ -185,7 +212,7 @@ def test_undominated_options_are_those_that_no_other_beats(pricer):
     kept = undominated(every)
     assert {o.as_option() for o in kept} == {o.as_option() for o in best}
     assert len({o.as_option() for o in kept}) == len(kept) < len(every)
-    assert {o.zero for o in kept} == {0, 1, 3}
+    assert {o.zero for o in kept} == {0, 2, 3}
     assert {o.as_option() for o in undominated(every[::-1])} == {o.as_option() for o in best}
 
 
