@@ -139,8 +139,9 @@ class Quick:
         device = self.runs[0].device
         moved = np.array([block.optimizer_bytes for _, block in self._blocks])
         tail += moved / (device.memory_bandwidth_bytes_s * c.memory)
-        return self._together(forward + backward, tail, self._messages.sum(
-            self._num_stages, 1, moves))
+        return self._together(
+            forward + backward, tail, self._messages.sum(self._num_stages, 1, moves)
+        )
 
     def _together(self, work: Array, tail: Array, messages: Array) -> Array:
         stage, block, _, counts = (np.array(x) for x in zip(*self._stages, strict=True))
