@@ -179,7 +179,9 @@ class _Table:
 def _op_arrays(ops: Sequence[tuple[LocalOp, int]], device: DeviceSpec) -> Mapping[str, Array]:
     rows = [_op_row(op, direction, device) for op, direction in ops]
     names = ("kind", "work", "nbytes", "kernels", "single", "m", "n", "k", "peak")
-    found = {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True))}
+    found = {
+        name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
     found["bandwidth"] = np.array(device.memory_bandwidth_bytes_s)
     found["best"] = np.array(device.matmul_efficiency)
     return found
