@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build
+PYTEST := pytest -n auto --dist loadgroup
 
 # results do not depend on how many threads a sum is split over
 test: export OMP_NUM_THREADS := 1
@@ -27,7 +28,7 @@ demo: $(VENV)/installed
 # all of it runs, whatever fails first
 test: $(VENV)/installed-dev
 	@status=0; $(MAKE) --no-print-directory lint || status=$$?; \
-		echo $(BIN)/python -m pytest; $(BIN)/python -m pytest && exit $$status
+		echo $(BIN)/python -m $(PYTEST); $(BIN)/python -m $(PYTEST) && exit $$status
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -245,8 +245,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", metavar="N", type=_whole, help="tokens per sample, for models that have them")
     add(
         "--precision",
-        choices=("fp32", "bf16", "fp16", "fp64"),
-        help="dtype of compute (default: fp32)",
+        choices=("fp32", "bf16", "fp16", "fp64", "fp8"),
+        help="dtype of compute (default: fp32); fp8 is planned for, not run",
     )
     add("--optimizer", metavar="NAME", help="optimizer whose state is planned for (default: adamw)")
     add(

@@ -44,12 +44,7 @@ __all__ = [
 
 Progress = Callable[[str, float | None], None]
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {name: getattr(torch, row.param_dtype) for name, row in PRECISIONS.items()}
 """Precision name to the dtype that a source is built in."""
 
 _TRACED_SAMPLES = 4
@@ -112,7 +107,7 @@ def plan_model(
     Raises CaptureError, InputError or InfeasiblePlan with the reason.
     """
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    _checked(options)
+    _checked(options, where)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
     return plan_captured(captured, where, options, name=name, progress=progress)
@@ -145,7 +140,7 @@ def planning_setting(
 ) -> Setting:
     """What a search over the plans of a captured model is given. Raises InputError."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    pins, precision = _checked(options)
+    pins, precision = _checked(options, where)
     progress("finding blocks", None)
     return Setting(
         name=name,
@@ -179,7 +174,7 @@ def source_setting(
     return planning_setting(captured, cluster, options, name=source.name, progress=progress)
 
 
-def _checked(options: PlanOptions) -> tuple[Pins, Precision]:
+def _checked(options: PlanOptions, cluster: Cluster) -> tuple[Pins, Precision]:
     """Pins and precision by name. Raises InputError, of the backend too."""
     pins, precision = parse_pins(options.pins, SCHEDULES), PRECISIONS.get(options.precision)
     if precision is None:
@@ -187,7 +182,20 @@ def _checked(options: PlanOptions) -> tuple[Pins, Precision]:
             f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
         )
     check_backend(options.backend)
+    _check_products(precision, cluster)
     return pins, precision
+
+
+def _check_products(precision: Precision, cluster: Cluster) -> None:
+    """Raise InputError where a device cannot multiply in the precision's dtype."""
+    dtype = precision.product_dtype
+    lacking = [g.device for g in cluster.groups if dtype and dtype not in dict(g.device.peak_flops)]
+    if lacking:
+        rated = ", ".join(rate for rate, _ in lacking[0].peak_flops)
+        raise InputError(
+            f"precision {precision.name}: {lacking[0].name} has no rate for products of {dtype}; "
+            f"it has {rated}: choose another precision or device"
+        )
 
 
 def _blocks(graph: OpGraph, pins: Pins, least: int) -> BlockChain:

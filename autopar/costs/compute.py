@@ -21,8 +21,9 @@ from math import prod
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
 from autopar.costs.flops import Contraction, attention_contractions, contraction, op_flops
 from autopar.costs.local_op import LocalOp
+from autopar.costs.narrow import cast_traffic, is_linear
 from autopar.costs.profiles import Profile, TimeSource
-from autopar.costs.traffic import op_traffic
+from autopar.costs.traffic import FREE, op_traffic
 from autopar.ir.cluster import DeviceSpec
 
 REFERENCE_DIM = 8192
@@ -104,8 +105,13 @@ def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:
     return nbytes / bandwidth + kernels * device.kernel_launch_s
 
 
-def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> OpTime:
+def op_time(
+    op: LocalOp, device: DeviceSpec, profile: Profile | None = None, *, product_dtype: str = ""
+) -> OpTime:
     """Forward and backward time of `op` on `device`.
+
+    With `product_dtype` the operands of linear layers are cast to it before each product; what a
+    profile measured without does not count for those.
 
     The backward time covers the gradients of all inputs marked in `grad_inputs`; price the op with
     fewer marks to split it (backward for input, backward for weight).
@@ -113,12 +119,14 @@ def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> 
     flops, traffic = op_flops(op), op_traffic(op, device.kind)
     if not traffic.forward_kernels and not traffic.backward_kernels:
         return OpTime(forward_s=0.0, backward_s=0.0, source=TimeSource.FREE)
-    if profile is not None and (found := profile.lookup(op)) is not None:
+    narrow = bool(product_dtype) and is_linear(op)
+    if not narrow and profile is not None and (found := profile.lookup(op)) is not None:
         forward_s, backward_s, source = found
         return OpTime(
             forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0, source=source
         )
-    rate = _flop_rate(op, device)
+    rate = _flop_rate(op, device, product_dtype if narrow else "")
+    casts = cast_traffic(op) if narrow else FREE
 
     def roofline(work: float, nbytes: int, kernels: int) -> float:
         if not kernels and not nbytes:
@@ -127,16 +135,18 @@ def op_time(op: LocalOp, device: DeviceSpec, profile: Profile | None = None) -> 
         return max(compute_s, memory_s(nbytes, device, 0)) + kernels * device.kernel_launch_s
 
     forward_s = roofline(flops.forward_flops, traffic.forward_bytes, traffic.forward_kernels)
+    forward_s += memory_s(casts.forward_bytes, device, casts.forward_kernels)
     backward_s = roofline(flops.backward_flops, traffic.backward_bytes, traffic.backward_kernels)
+    backward_s += memory_s(casts.backward_bytes, device, casts.backward_kernels)
     return OpTime(forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0)
 
 
-def _flop_rate(op: LocalOp, device: DeviceSpec) -> float:
+def _flop_rate(op: LocalOp, device: DeviceSpec, product_dtype: str) -> float:
     """FLOP/s that `op` reaches; float32 products run at the float32 rate, as torch's default is."""
     if is_attention(op.name):
         return device.flops(op.input_dtypes[0]) * attention_efficiency(op, device)
     if product := contraction(op):
-        dtype = op.output_dtypes[0]
+        dtype = product_dtype or op.output_dtypes[0]
         return device.flops(dtype) * matmul_efficiency(product, dtype, device)
     return device.flops("float32") * VECTOR_EFFICIENCY
 

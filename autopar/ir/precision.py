@@ -13,6 +13,8 @@ class Precision:
     """Dtypes of trained parameters and their gradients; `master` adds float32 weights.
 
     `loss_scale` says that gradients are too small for the dtype unless the loss is scaled.
+    `product_dtype` is that of the operands of linear layers, where it is another than that of
+    parameters; `runs` tells whether torch can train so.
     """
 
     name: str
@@ -20,6 +22,8 @@ class Precision:
     grad_dtype: str
     master: bool = False
     loss_scale: bool = False
+    product_dtype: str = ""
+    runs: bool = True
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -35,9 +39,19 @@ PRECISIONS: dict[str, Precision] = {
             master=True,
             loss_scale=True,
         ),
+        Precision(
+            name="fp8",
+            param_dtype="bfloat16",
+            grad_dtype="bfloat16",
+            master=True,
+            product_dtype="float8_e4m3fn",
+            runs=False,
+        ),
     )
 }
-"""With Adam: 32, 16, 2 + 2 + 4 + 8 and 2 + 2 + 4 + 8 bytes a parameter."""
+"""With Adam: 32, 16 and from bf16 on 2 + 2 + 4 + 8 bytes a parameter. `fp8` is bf16 but for the
+operands of linear layers, which are cast before each product (Micikevicius et al. 2022,
+arXiv:2209.05433); torch has no gradient through such products."""
 
 
 def stored_dtype(precision: Precision, dtype: str, *, trainable: bool) -> str:

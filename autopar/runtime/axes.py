@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PlanMismatch
 from autopar.ir.placement import Shard, chunk_offsets, local_size, local_slices
+from autopar.runtime.groups import end_groups
 from autopar.runtime.recorder import Recorder
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -135,9 +136,8 @@ class World:
 
         Nothing may communicate through them afterwards. All processes call it.
         """
-        for group in self.groups:
-            if isinstance(group, dist.ProcessGroup):  # a stranger to the group has a number
-                dist.destroy_process_group(group)
+        # a stranger to a group has a number in its place
+        end_groups(group for group in self.groups if isinstance(group, dist.ProcessGroup))
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -104,10 +104,10 @@ def parameter_specs(plan: Plan) -> dict[int, tuple[ParameterSpec, ...]]:
 
 def runnable(name: str) -> Precision:
     """A precision that programs run in. Raises InputError if it is none."""
-    if name not in PRECISIONS:
+    if name not in PRECISIONS or not PRECISIONS[name].runs:
         raise InputError(
             f"precision {name} cannot be run: no program computes in it; choose one of "
-            f"{', '.join(PRECISIONS)}"
+            f"{', '.join(name for name, row in PRECISIONS.items() if row.runs)}"
         )
     return PRECISIONS[name]
 

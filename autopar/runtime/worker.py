@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import sys
@@ -72,6 +71,8 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from autopar.runtime.groups import end_all_groups
+
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     dist.init_process_group(
@@ -82,6 +83,7 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
             name, args = pipe.recv()
         except EOFError:
             break
+        end_all_groups()  # all ranks are done with those of the last call: each reported
         try:
             value = name.load()(*args)
             pipe.send(Report(rank=rank, at_s=time.monotonic(), value=value))
@@ -89,6 +91,5 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
             pipe.send(Report(rank=rank, at_s=time.monotonic(), error=traceback.format_exc()))
             os._exit(1)
         value = None
-        gc.collect()  # process groups that the call gave up end their threads when they are gone
     dist.destroy_process_group()
     os._exit(0)  # quicker than taking the interpreter down

@@ -225,7 +225,8 @@ class Pricer:
             profile = self.setting.profile
             if profile is not None and profile.machine.row != self.device.name:
                 profile = None  # of another kind of device of the cluster
-            self._times[op] = op_time(op, self.device, profile)
+            narrow = self.setting.training.precision.product_dtype
+            self._times[op] = op_time(op, self.device, profile, product_dtype=narrow)
         return self._times[op]
 
     def compute(

@@ -3,12 +3,15 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from autopar.errors import InputError, RuntimeFailure
+from autopar.runtime.axes import create_world
 from autopar.runtime.launch import WorkerPool, init_from_env, launch
 
 pytestmark = pytest.mark.distributed
@@ -76,3 +79,29 @@ def test_torchrun_is_needed(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match=r"RANK, .*torchrun"):
         init_from_env()
+
+
+def make_groups(close):
+    """Threads of gloo groups once a mesh of two axes has been used, and kept or closed."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    world = create_world([("data", 2), ("tensor", 2)], [range(4)])
+    mesh = world.meshes[0].device_mesh("cpu")
+    for parameter in model.parameters():
+        distribute_tensor(parameter.detach(), mesh, [Shard(0), Replicate()]).full_tensor()
+    if close:
+        world.close()
+    return gloo_threads()
+
+
+def gloo_threads():
+    tasks = Path("/proc/self/task")
+    return sum((task / "comm").read_text().startswith("gloo_tcp") for task in tasks.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("close", [False, True])
+def test_groups_of_a_call_end_with_it(pool4, close):
+    before = pool4.run(gloo_threads)
+    during = pool4.run(make_groups, close)
+    assert all(count > start for count, start in zip(during, before, strict=True))
+    assert pool4.run(gloo_threads) == before == [1] * 4

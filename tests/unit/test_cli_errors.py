@@ -190,7 +190,7 @@ REFUSED = {
     "precision": (
         ("train", "models.py:small", "--cluster", "local:2", "--precision", "fp8"),
         BAD,
-        r"invalid choice: 'fp8'",
+        r"precision fp8 cannot be run: .* choose one of fp64, fp32, bf16, fp16$",
     ),
 }
 
