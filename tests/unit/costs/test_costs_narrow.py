@@ -75,11 +75,11 @@ def plan(cluster, precision):
     return plan_source(load_source("gpt2", seq_len=1024), cluster, options).plan
 
 
-def test_a_plan_in_fp8_is_faster_and_holds_the_state_of_bf16():
+def test_a_plan_in_fp8_holds_what_bf16_holds_and_its_casts_can_cost_more_than_they_save():
     narrow, wide = plan("1x8:h100-sxm", "fp8"), plan("1x8:h100-sxm", "bf16")
     assert narrow.training.precision == "fp8"
-    assert narrow.prediction.compute_s < wide.prediction.compute_s
-    assert narrow.stages[0].memory.weights == wide.stages[0].memory.weights
+    assert narrow.stages[0].memory_bytes == wide.stages[0].memory_bytes
+    assert narrow.prediction.step_s > wide.prediction.step_s  # products of 768 columns
 
 
 def test_a_device_without_the_rate_is_refused():
