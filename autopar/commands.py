@@ -67,7 +67,7 @@ def profile(options: Namespace) -> int:
 
     request = _plan_options(options)
     limits = profiling.limits(options.size_limit, options.op_limit, options.budget)
-    with progress() as report:
+    with progress(timed=True) as report:
         result = profiling.profile_model(
             options.model,
             options.seq_len,

@@ -15,6 +15,23 @@ SLOT = "$"
 """Name of the refs that stand for a `LocalOp`'s tensors: `Ref(SLOT, i)` is its input `i`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredDim:
+    """A dim of a tensor as it lies in memory: repeated there (stride 0), or a part of a longer
+    one."""
+
+    dim: int
+    broadcast: bool = False
+    cut: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dim}{'b' * self.broadcast}{'c' * self.cut}"
+
+
+Order = tuple[StoredDim, ...]
+"""The dims of a tensor from the outermost in memory; empty where it lies row by row."""
+
+
 def op_name(target: str) -> str:
     """The op without namespace, overload and in-place mark: `aten.div_.Tensor` gives `div`."""
     name = target.rsplit(".", 1)[0].rsplit(".", 1)[-1]
@@ -27,9 +44,10 @@ class LocalOp:
 
     `args` and `kwargs` are those of the node with sizes made numbers and tensor `i` (in the order
     of `OpNode.inputs()`) written `Ref("$", i)`. `grad_inputs[i]` tells whether input `i` needs a
-    gradient. `copies` tells whether an op that may return a view (`reshape`, `contiguous`) has to
-    copy here, as `strides.trace_storage` finds. `fused_inputs` are the inputs, and `fused_output`
-    tells of the first output, that stay in registers (`fusion.fused_values`).
+    gradient, `orders[i]` how it lies in memory. `copies` tells whether an op that may return a view
+    (`reshape`, `contiguous`) has to copy here, as `strides.trace_storage` finds. `fused_inputs` are
+    the inputs, and `fused_output` tells of the first output, that stay in registers
+    (`fusion.fused_values`).
     """
 
     target: str
@@ -41,6 +59,7 @@ class LocalOp:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     requires_grad: bool = False
     grad_inputs: tuple[bool, ...] = ()
+    orders: tuple[Order, ...] = ()
     copies: bool = False
     fused_inputs: tuple[int, ...] = ()
     fused_output: bool = False
@@ -91,7 +110,7 @@ class LocalOp:
     def key(self) -> str:
         """Text that two ops share only if they run the same kernel on equal shapes and layouts."""
         tensors = (
-            f"{dtype}{list(shape)}{'g' if self.needs_grad(i) else ''}"
+            f"{dtype}{list(shape)}{'g' if self.needs_grad(i) else ''}{self._order_text(i)}"
             for i, (shape, dtype) in enumerate(
                 zip(self.input_shapes, self.input_dtypes, strict=True)
             )
@@ -102,6 +121,14 @@ class LocalOp:
         text = f"{self.target}({', '.join(attributes)}) on {'; '.join(tensors)} -> {outputs}"
         return f"{text} copied" if self.copies else text
 
+    def order(self, index: int) -> Order:
+        """How input `index` lies in memory."""
+        return self.orders[index] if index < len(self.orders) else ()
+
+    def _order_text(self, index: int) -> str:
+        order = self.order(index)
+        return f" in order {'.'.join(map(str, order))}" if order else ""
+
 
 def local_op(
     node: OpNode,
@@ -111,6 +138,7 @@ def local_op(
     output_shapes: tuple[LocalShape, ...],
     batch: int,
     grad_inputs: tuple[bool, ...] = (),
+    orders: tuple[Order, ...] = (),
     copying: Collection[str] = (),
     fused: Collection[Ref] = (),
 ) -> LocalOp:
@@ -138,6 +166,7 @@ def local_op(
         kwargs=tuple((name, bind(arg)) for name, arg in node.kwargs),
         requires_grad=node.requires_grad,
         grad_inputs=grad_inputs,
+        orders=orders,
         copies=node.name in copying,
         fused_inputs=tuple(i for i, ref in enumerate(node.inputs()) if ref in fused),
         fused_output=Ref(node.name) in fused,

@@ -133,7 +133,10 @@ class Profile:
     slowdown: float = 1.0
 
     def lookup(self, op: LocalOp) -> tuple[float, float, TimeSource] | None:
-        """Forward and backward seconds, measured or interpolated; None where neither can be."""
+        """Forward and backward seconds, measured or interpolated; None where neither can be, nor
+        for a part of a fused kernel: ops are measured one by one."""
+        if op.fused_inputs or op.fused_output:
+            return None
         record = self.ops.get(op.key)
         if record is not None and record.forward is not None:
             found: Sequence[float] = record.times_s

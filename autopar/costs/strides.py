@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
-from autopar.costs.local_op import op_name
+from autopar.costs.local_op import Order, StoredDim, op_name
 from autopar.ir.graph import OpNode, Ref, TensorSpec
 from autopar.ir.size import Size, shape_at
 
@@ -38,9 +38,36 @@ class StorageMap:
     stored: Mapping[Ref, Stored]
     copying: frozenset[str]
 
+    def orders(self, node: OpNode, specs: Mapping[Ref, TensorSpec]) -> tuple[Order, ...]:
+        """How the inputs of a node lie in memory; empty where all lie row by row."""
+        found = tuple(
+            memory_order(shape_at(specs[ref].shape, TRACE_BATCH), self.stored[ref].strides)
+            for ref in node.inputs()
+        )
+        return found if any(found) else ()
+
     def base(self, ref: Ref) -> Ref:
         """The value that owns the storage of `ref`; itself where nothing is known."""
         return self.stored[ref].base if ref in self.stored else ref
+
+
+def memory_order(shape: _Shape, strides: Strides) -> Order:
+    """How a tensor lies in memory, without the numbers: what holds for its shards too.
+
+    Dims of size 1 lie anywhere, and count as outermost.
+    """
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    broadcast = [dim for dim in dims if strides[dim] == 0]
+    inner_first = sorted((d for d in dims if strides[d]), key=lambda d: (strides[d], -d))
+    cut, step = set[int](), 1
+    for before, dim in zip([None, *inner_first], inner_first, strict=False):
+        if before is not None and strides[dim] > step:
+            cut.add(before)
+        step = strides[dim] * shape[dim]
+    order = [*(d for d, size in enumerate(shape) if size <= 1), *broadcast, *reversed(inner_first)]
+    if not broadcast and not cut and list(reversed(inner_first)) == dims:
+        return ()
+    return tuple(StoredDim(dim=d, broadcast=d in broadcast, cut=d in cut) for d in order)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

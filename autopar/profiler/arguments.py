@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.capture.interpret import OWN_OPS
 from autopar.costs.families import SIZE_ARGUMENT
-from autopar.costs.local_op import SLOT, LocalOp
+from autopar.costs.local_op import SLOT, LocalOp, Order, StoredDim
 from autopar.costs.strides import VIEW_OPS
 from autopar.ir.graph import Arg, Ref
 
@@ -48,10 +48,10 @@ class Arguments:
 
     def check(self, result: Any) -> None:
         """Raise ValueError where a view was made of what should have been copied."""
-        if not _copies_strides(self.op):
+        if not (self.op.copies and self.op.name in _COPYING and self.inputs):
             return
         if result.untyped_storage().data_ptr() == self.inputs[0].untyped_storage().data_ptr():
-            raise ValueError("copied in the model, not with the strides tried here")
+            raise ValueError("copies where dims are whole, not on these shapes")
 
 
 _COPYING = frozenset((*VIEW_OPS, "contiguous"))
@@ -61,9 +61,7 @@ _COPYING = frozenset((*VIEW_OPS, "contiguous"))
 def _tensor(op: LocalOp, index: int, device: torch.device) -> Tensor:
     shape, dtype = op.input_shapes[index], getattr(torch, op.input_dtypes[index])
     if dtype.is_floating_point or dtype.is_complex:
-        tensor = torch.randn(shape, dtype=dtype, device=device)
-        if _copies_strides(op):
-            tensor = _strided(op.name, tensor)
+        tensor = _stored(shape, op.order(index), dtype, device)
         return tensor.requires_grad_(op.needs_grad(index))
     if made := _INTEGERS.get((op.name, index)):
         return made(op).to(device=device, dtype=dtype)
@@ -71,20 +69,16 @@ def _tensor(op: LocalOp, index: int, device: torch.device) -> Tensor:
     return torch.randint(0, max(1, limit), shape, device=device).to(dtype)
 
 
-def _copies_strides(op: LocalOp) -> bool:
-    return op.copies and op.name in _COPYING and bool(op.input_shapes)
-
-
-def _strided(name: str, x: Tensor) -> Tensor:
-    """The same values as attention's heads lie, the middle dims swapped in memory; what is only
-    reshaped, with fewer dims, as a part of a longer sequence."""
-    if x.dim() >= 4 or (name == "contiguous" and x.dim() >= 2):
-        first = 1 if x.dim() > 2 else 0
-        return x.transpose(first, first + 1).contiguous().transpose(first, first + 1)
-    if x.dim() < 2:
-        return x
-    longer = x.new_empty([x.shape[0], x.shape[1] + 1, *x.shape[2:]])
-    return longer[:, :-1].copy_(x)
+def _stored(shape: Sequence[int], order: Order, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random values that lie in memory in an order; a cut dim is half of the one it is cut from."""
+    order = order or tuple(StoredDim(dim=dim) for dim in range(len(shape)))
+    held = [1 if d.broadcast else shape[d.dim] * (2 if d.cut else 1) for d in order]
+    places = sorted(range(len(order)), key=lambda place: order[place].dim)
+    tensor = torch.randn(held, dtype=dtype, device=device).permute(places)
+    for stored in order:
+        if stored.cut:
+            tensor = tensor.narrow(stored.dim, 0, shape[stored.dim])
+    return tensor.expand(list(shape))
 
 
 def _rows(op: LocalOp) -> int:

@@ -134,7 +134,7 @@ class Profiler:
         if not self.database.claim_op(empty):
             return None
         try:
-            record = watch.measure(op, self.limits.op_s)
+            record = watch.measure(op, (WARM_UP + LEAST_RUNS) * self.limits.op_s)
         except KeyboardInterrupt:
             self.database.release_op(empty)
             raise

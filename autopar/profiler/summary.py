@@ -47,7 +47,7 @@ def machine_text(machine: Machine) -> str:
 
 
 def _table(profile: Profile) -> str:
-    reasons = Counter(r.reason.partition(":")[0] for r in profile.ops.values() if r.reason)
+    reasons = Counter(_kind(r.reason) for r in profile.ops.values() if r.reason)
     lines = [f"{plural(count, 'op')}: {reason}" for reason, count in sorted(reasons.items())]
     return page(
         [
@@ -57,6 +57,13 @@ def _table(profile: Profile) -> str:
             section("Without a time", "\n".join(lines)),
         ]
     )
+
+
+def _kind(reason: str) -> str:
+    """The reason without what is one op's own: `not tried: over the limit of 1 GiB`."""
+    first, _, rest = reason.partition(": ")
+    _, over, limit = rest.partition("over ")
+    return f"{first}: over {limit}" if over else first
 
 
 def _ops(profile: Profile) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.costs.optimizer_state import optimizer_note
+from autopar.costs.profiles import Profile
 from autopar.errors import InputError
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
@@ -27,12 +28,14 @@ from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import PATIENCE, Found, Planner, Progress
+from autopar.search.pricer import BlockCost
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
 _RUNNERS_UP = 5
+_UNMEASURED = 5
 
 
 def make_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
@@ -82,7 +85,11 @@ def _plan(planner: Planner, found: Found) -> Plan:
         collectives=(),
         prediction=predict(setting, staged, stages),
         certificate=_certificate(setting, found),
-        notes=(*_schedule_notes(grid), *_notes(setting, planner)),
+        notes=(
+            *_schedule_notes(grid),
+            *_notes(setting, planner),
+            *_profile_notes(setting.profile, _costs(staged)),
+        ),
     )
 
 
@@ -118,10 +125,7 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
         for name in ("forward", "backward", "gradient_sync", "optimizer")
     }
     busy["waiting"] = max(0.0, step_s - sum(busy.values()))
-    costs = [
-        staged.options[kind][option].cost
-        for kind, option in zip(staged.problem.blocks, staged.solution.options, strict=True)
-    ]
+    costs = _costs(staged)
     return Prediction(
         step_s=step_s,
         samples_per_s=setting.global_batch / step_s,
@@ -139,6 +143,12 @@ def predicted(planner: Planner, found: Found) -> Prediction:
     """What the best plan of a search is predicted to take, without the plan."""
     _, stages = stage_plans(planner.pricer, found.best)
     return predict(planner.setting, found.best, stages)
+
+
+def _costs(staged: Staged) -> list[BlockCost]:
+    """The cost of every block as it is run."""
+    chosen = zip(staged.problem.blocks, staged.solution.options, strict=True)
+    return [staged.options[kind][option].cost for kind, option in chosen]
 
 
 def _certificate(setting: Setting, found: Found) -> Certificate:
@@ -228,4 +238,23 @@ def _notes(setting: Setting, planner: Planner) -> tuple[str, ...]:
             f"device kinds differ; all are priced as the slowest, {planner.pricer.device.name}, "
             "and each stage is held to its own devices' memory"
         )
+    return tuple(notes)
+
+
+def _profile_notes(profile: Profile | None, costs: Sequence[BlockCost]) -> tuple[str, ...]:
+    """What the measured times are from, and the ops of the plan that could not be measured."""
+    if profile is None:
+        return ()
+    machine = profile.machine
+    groups = sorted({(key.ranks, key.level) for key, r in profile.links.items() if r.time})
+    links = ", ".join(f"{ranks} on {level}" for ranks, level in groups)
+    shared = f"; times {profile.slowdown:g}, processes sharing cores" * (profile.slowdown != 1)
+    notes = [
+        f"op times measured on {machine.device}, torch {machine.torch}{shared}; collectives "
+        + (f"measured over groups of {links}" if links else "from the cost model")
+    ]
+    ops = sorted(set().union(*(cost.unmeasured for cost in costs)), key=lambda op: op.key)
+    notes += [f"not measured: {op.key}: {profile.reason(op)}" for op in ops[:_UNMEASURED]]
+    if len(ops) > _UNMEASURED:
+        notes.append(f"and {len(ops) - _UNMEASURED} more ops were not measured")
     return tuple(notes)

@@ -9,7 +9,7 @@ from math import prod
 
 from autopar.costs.collectives import ClusterCollectives
 from autopar.costs.compute import OpTime, op_time
-from autopar.costs.local_op import LocalOp, local_op
+from autopar.costs.local_op import LocalOp, Order, local_op
 from autopar.costs.memory import state_bytes
 from autopar.costs.profiles import TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
@@ -43,7 +43,8 @@ class BlockCost:
     `transient_bytes` while the block runs. `ways` are what it may keep and what it then runs again,
     the fastest first. `weight_s` is the part of `backward_s` that computes weight gradients,
     `deferred_bytes` what is held until then for each micro-batch, where a schedule splits the
-    backward. What the block's parameters cost besides is in `search.state`.
+    backward. `unmeasured` are ops that a profile has no time of, and the reason. What the block's
+    parameters cost besides is in `search.state`.
     """
 
     forward_s: float
@@ -55,6 +56,7 @@ class BlockCost:
     priced_ops: int
     measured_ops: int
     interpolated_ops: int = 0
+    unmeasured: frozenset[LocalOp] = frozenset()
     weight_s: float = 0.0
     deferred_bytes: int = 0
 
@@ -67,6 +69,7 @@ class Pricer:
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
     _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
     _times: dict[LocalOp, OpTime] = field(default_factory=dict)
+    _orders: dict[str, tuple[Order, ...]] = field(default_factory=dict)
     _options: dict[object, tuple[float, float]] = field(default_factory=dict)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
     _kept_parameters: dict[int, frozenset[Ref]] = field(default_factory=dict)
@@ -202,6 +205,8 @@ class Pricer:
         """A node on the local shapes of an option."""
         inputs = node.inputs()
         specs = self.setting.specs
+        if node.name not in self._orders:
+            self._orders[node.name] = self.setting.storage.orders(node, specs)
         return local_op(
             node,
             input_shapes=tuple(
@@ -215,6 +220,7 @@ class Pricer:
             ),
             batch=prices.batch // batch_size(prices.names, prices.sizes),
             grad_inputs=tuple(ref in self.setting.differentiable for ref in inputs),
+            orders=self._orders[node.name],
             copying=self.setting.storage.copying,
             fused=self.setting.fused,
         )
@@ -286,6 +292,7 @@ class Pricer:
         forward = backward = 0.0
         compute = (0.0, 0.0)
         sources: Counter[TimeSource] = Counter()
+        unmeasured: set[LocalOp] = set()
         again: dict[str, StepSeconds] = {}
         apart = WeightPart(products=self.products(block), prices=prices, device=self.device)
         for node, choice in zip(nodes, choices, strict=True):
@@ -299,6 +306,8 @@ class Pricer:
             again[node.name] = StepSeconds(op_forward + inner[0], op_forward)
             forward, backward = forward + again[node.name].total, backward + op_backward + inner[1]
             sources[time.source] += 1
+            if setting.profile is not None and setting.profile.reason(op):
+                unmeasured.add(op)
         for move in flow.moves():
             moved = prices.move_s(move)
             again[move.name] = StepSeconds(moved[0], 0.0)
@@ -316,6 +325,7 @@ class Pricer:
             priced_ops=len(nodes) - sources[TimeSource.FREE],
             measured_ops=sources[TimeSource.MEASURED],
             interpolated_ops=sources[TimeSource.INTERPOLATED],
+            unmeasured=frozenset(unmeasured),
             weight_s=apart.seconds,
             deferred_bytes=apart.held_bytes,
         )

@@ -499,5 +499,22 @@ def test_the_bar_is_for_terminals(monkeypatch):
     assert "solving [grids]" in stream.getvalue()
 
 
+def test_lines_tell_the_time_left_where_it_is_known():
+    import io
+
+    from autopar.progress import progress
+
+    now_s = iter([0.0, 5.0, 30.0, 31.0, 300.0])
+    stream = io.StringIO()
+    with progress(stream, timed=True, clock=lambda: next(now_s)) as report:
+        for fraction in (None, 0.1, 0.25, 0.26, 0.5):
+            report("measuring", fraction)
+    assert stream.getvalue().splitlines() == [
+        "autopar: measuring",
+        "autopar: measuring, 25%, 90 s left",
+        "autopar: measuring, 50%, 5 min left",
+    ]
+
+
 if __name__ == "__main__":
     GOLDEN.write_text(help_text())

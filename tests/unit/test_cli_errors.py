@@ -11,6 +11,8 @@ import re
 import pytest
 
 from autopar.cli import main
+from autopar.costs.profiles import Machine, Profile
+from autopar.profiler.files import read_profiles, write_profiles
 
 MODELS = """
 import torch
@@ -334,3 +336,32 @@ def test_an_unknown_plan_op_is_answered_with_names(run, planned):
     status, out, err, _ = run("explain", "out.json", "--op", "linaer")
     assert (status, out) == (BAD, "")
     assert "linear" in message(err)
+
+
+def test_profiling_another_device_than_this_machines_is_refused(capsys, tmp_path):
+    path = tmp_path / "p.sqlite"
+    words = ["profile", "gpt_tiny", "--cluster", "8:h100-sxm", "--no-measure", "-o", str(path)]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "has h100-sxm, this machine has cpu" in err and not path.exists()
+
+
+def test_a_profile_of_another_device_is_no_profile_for_a_plan(capsys, tmp_path):
+    machine = Machine(device="A GPU", row="a100-80gb", kind="cuda", driver="1", torch="2")
+    path = tmp_path / "p.json"
+    write_profiles((Profile(machine=machine),), path)
+    words = ["plan", "gpt_tiny", "--cluster", "8:h100-sxm", "--profile", str(path)]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f"{path}: holds times of a100-80gb (A GPU), the cluster 8:h100-sxm has h100-sxm" in err
+
+
+def test_profiles_are_shown_merged_and_written(capsys, tmp_path):
+    machine = Machine(device="A GPU", row="a100-80gb", kind="cuda", driver="1", torch="2")
+    path, out = tmp_path / "p.json", tmp_path / "out.sqlite"
+    write_profiles((Profile(machine=machine),), path)
+    assert main(["profiles", str(path), str(path), "-o", str(out), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["profiles"]
+    assert found["device"] == "A GPU" and found["ops_measured"] == 0
+    assert read_profiles(out) == (Profile(machine=machine),)
+    assert main(["profiles", str(tmp_path / "none")]) == 2

@@ -80,6 +80,8 @@ def test_the_nearest_shapes_count_not_only_the_nearest_work():
         linear(32, 64, 64, dtype="bfloat16"),
         linear(32, 64, 64, grads=(True, False)),
         linear(32, 64, 64, copies=True),
+        linear(32, 64, 64, fused_output=True),
+        linear(16, 64, 64, fused_inputs=(0,)),
     ],
 )
 def test_other_dtypes_gradients_and_layouts_are_other_ops(other):

@@ -10,7 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.costs import strides
-from autopar.costs.strides import elementwise_strides, trace_storage, view_strides
+from autopar.costs.strides import (
+    elementwise_strides,
+    memory_order,
+    trace_storage,
+    view_strides,
+)
 from autopar.ir.graph import Ref
 
 
@@ -110,3 +115,20 @@ def test_every_value_of_a_graph_lies_where_torch_puts_it(graphs):
 @pytest.mark.parametrize("name", [*strides.VIEW_OPS, *strides.MAY_VIEW_OPS])
 def test_every_view_op_exists(name):
     assert hasattr(torch.ops.aten, name) or name == "getitem"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x: x, ""),
+        (lambda x: x.transpose(1, 2), "0.2.1.3"),
+        (lambda x: x[:, :-1], "0.1c.2.3"),
+        (lambda x: x[:, :, :1].transpose(1, 2), "1.0.2.3c"),
+        (lambda x: x[..., :2], "0.1.2.3c"),
+        (lambda x: x[:, :, None].expand(3, 4, 6, 5, 8), "2b.0.1.3.4"),
+        (lambda x: x.reshape(3, 1, 20, 8), ""),
+    ],
+)
+def test_order_in_memory(make, text):
+    x = make(torch.zeros(3, 4, 5, 8))
+    assert ".".join(map(str, memory_order(tuple(x.shape), x.stride()))) == text

@@ -198,5 +198,7 @@ def test_the_summary_counts():
     (summary,) = profiles_summary((PROFILE,))["profiles"]
     counts = [summary[k] for k in ("ops_measured", "ops_without_time", "collectives_measured")]
     assert counts == [2, 1, 1]
-    text = profiles_table((PROFILE,))
+    late = record("d", reason="not tried: needs 2 GiB, over the limit of 1 GiB")
+    text = profiles_table((replace(PROFILE, ops={**PROFILE.ops, late.key: late}),))
+    assert "1 op: not tried: over the limit of 1 GiB" in text
     assert "A CPU, 4 cores, torch 2.13" in text and "all_reduce" in text and "1 op: Runtime" in text

@@ -11,7 +11,7 @@ import torch
 from autopar import compiler
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.compute import op_time
-from autopar.costs.local_op import SLOT, LocalOp
+from autopar.costs.local_op import SLOT, LocalOp, StoredDim
 from autopar.costs.profiles import Machine, OpRecord, Profile
 from autopar.ir.graph import Ref
 from autopar.profiler.arguments import Arguments
@@ -40,6 +40,19 @@ def op(target, *args, shape=(4, 8), out=None, dtype="float32", grads=(True,), **
         grad_inputs=grads,
         **fields,
     )
+
+
+def reshaped(**fields):
+    return op("aten.reshape.default", (6, 4), shape=(2, 3, 4), out=(6, 4), **fields)
+
+
+def stored(*dims):
+    return (tuple(StoredDim(dim=d, broadcast="b" in kind, cut="c" in kind) for d, kind in dims),)
+
+
+SWAPPED = stored((0, ""), (2, ""), (1, ""))
+CUT = stored((0, ""), (1, "c"), (2, ""))
+REPEATED = stored((1, "b"), (0, ""), (2, ""))
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +91,22 @@ def test_a_plan_has_the_times_of_its_profile(setting, tmp_path):
     prediction = plan.prediction
     assert prediction.measured_ops + prediction.interpolated_ops <= prediction.priced_ops
     assert prediction.measured_ops >= 0.9 * prediction.priced_ops > 0
+    assert any("op times measured on A CPU" in note for note in plan.notes)
     pricer = Pricer(replace(setting, profile=profile))
     for item in needed:
         if profile.ops[item.key].forward is not None:
             time = pricer.op_time(item)
             assert (time.forward_s, time.backward_s) == profile.ops[item.key].times_s
+
+
+def test_a_plan_names_the_ops_that_could_not_be_measured(setting):
+    failed = {item.key: OpRecord.of(item, reason="OOM") for item in needed_ops(setting)}
+    plan = make_plan(replace(setting, profile=Profile(machine=MACHINE, ops=failed)))
+    prediction = plan.prediction
+    assert (prediction.measured_ops, prediction.interpolated_ops) == (0, 0)
+    named = [note for note in plan.notes if note.startswith("not measured: ")]
+    assert len(named) == 5 and all(note.endswith(": OOM") for note in named)
+    assert "more ops were not measured" in plan.notes[-1]
 
 
 def test_a_second_run_measures_nothing(tmp_path, monkeypatch):
@@ -161,9 +185,8 @@ def test_claims_count_processes(tmp_path):
 @pytest.mark.parametrize(
     "item",
     [
-        op("aten.reshape.default", (32,), shape=(2, 3, 4, 4), out=(2, 48), copies=True),
-        op("aten.reshape.default", (32,), shape=(2, 3, 4), out=(6, 4), copies=True),
-        op("aten.contiguous.default", shape=(2, 3), copies=True),
+        *(reshaped(orders=orders, copies=True) for orders in (SWAPPED, CUT, REPEATED)),
+        op("aten.contiguous.default", shape=(2, 3, 4), orders=SWAPPED, copies=True),
         op("aten.expand.default", (4, 8), shape=(1, 8), out=(4, 8)),
         op("aten.softmax.int", -1, dtype="bfloat16"),
     ],
@@ -180,7 +203,7 @@ def test_an_op_is_measured_forward_and_backward(item):
     [
         (op("custom.nothing.default"), "AttributeError: .*nothing"),
         (op("aten.softmax.int", 7), "IndexError: Dimension out of range"),
-        (op("aten.reshape.default", (4,), shape=(4,), out=(4,), copies=True), "ValueError: copied"),
+        (op("aten.reshape.default", (4,), shape=(4,), out=(4,), copies=True), "ValueError: copies"),
     ],
 )
 def test_an_op_that_fails_has_the_reason(item, message):
@@ -188,6 +211,16 @@ def test_an_op_that_fails_has_the_reason(item, message):
     assert record.forward is None and record.backward is None
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(record.reason)
+
+
+@pytest.mark.parametrize(
+    ("orders", "strides"),
+    [((), (12, 4, 1)), (SWAPPED, (12, 1, 3)), (CUT, (24, 4, 1)), (REPEATED, (4, 0, 1))],
+)
+def test_tensors_lie_in_memory_as_in_the_model(orders, strides):
+    arguments = Arguments.of(op("aten.relu.default", shape=(2, 3, 4), orders=orders), CPU)
+    assert arguments.inputs[0].stride() == strides
+    assert arguments.inputs[0].is_leaf and arguments.inputs[0].requires_grad
 
 
 def test_experts_get_rows_that_add_up():
