@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, fx
 from autopar.capture import arguments, norms, writes
 from autopar.capture.aliases import Aliases
 from autopar.capture.emit import Emitter, Value, module_path
+from autopar.capture.expand import Expander, is_repeated
 from autopar.capture.flatten import FlatGraph, Step
 from autopar.capture.locations import location_in_stack
 from autopar.capture.sizes import SizeReader
+from autopar.capture.templates import Template
 from autopar.errors import CaptureError
 from autopar.ir.graph import OpNode, Ref, Source, TensorSpec, refs_in
 
@@ -29,26 +31,26 @@ def convert(
     outputs: tuple[fx.Node, ...],
     sources: Mapping[fx.Node, Source],
     sizes: SizeReader,
+    templates: Sequence[Template] = (),
 ) -> tuple[list[OpNode], list[Ref]]:
-    """Op nodes and the values of `outputs`.
+    """Op nodes and the values of `outputs`; calls of `templates` are written out.
 
     Raises CaptureError naming op, line and module for what cannot be kept, FixedBatch where the
     graph holds for one batch size only.
     """
-    converter = _Converter(flat, outputs, sources, sizes)
-    converter.run()
-    return converter.emitter.nodes, [converter.emitter.ref(node) for node in outputs]
+    emitter = Emitter(flat, sources, sizes)
+    expander = Expander(templates, lambda *inner: _Converter(*inner, expander).run())
+    _Converter(emitter, outputs, expander).run()
+    return emitter.nodes, [emitter.ref(node) for node in outputs]
 
 
 class _Converter:
     def __init__(
-        self,
-        flat: FlatGraph,
-        outputs: tuple[fx.Node, ...],
-        sources: Mapping[fx.Node, Source],
-        sizes: SizeReader,
+        self, emitter: Emitter, outputs: Sequence[fx.Node], expander: Expander
     ) -> None:
-        self.emitter = Emitter(flat, sources, sizes)
+        self.emitter = emitter
+        self._expander = expander
+        flat = emitter.flat
         self._aliases = Aliases(flat, [flat.resolve(node) for node in outputs])
         self._counters = norms.Counters()
 
@@ -58,7 +60,8 @@ class _Converter:
                 self._convert(step, position)
             except CaptureError as error:
                 _fail(step.node, str(error))
-            self._aliases.add(step.node)
+            if not is_repeated(step.node):  # its results are: each is a value of its own
+                self._aliases.add(step.node)
         if (left := self._counters.unused()) is not None:
             _fail(left, f"{left.target} writes to a buffer; {norms.STATE_REMEDY}")
 
@@ -70,6 +73,10 @@ class _Converter:
             return  # sizes, kept as Size where they are used, and assertions about them
         elif not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{op} is not an op that can be planned")
+        elif is_repeated(node):
+            self.emitter.values[node] = self._expander.expand(
+                self.emitter, step, module_path(node)
+            )
         elif writes.is_write(op):
             if self._counts(op, node, position):
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ from torch import fx
 from autopar.capture import arguments
 from autopar.capture.flatten import FlatGraph, Step
 from autopar.capture.locations import location_in_stack
+from autopar.capture.names import Names
 from autopar.capture.sizes import FixedBatch, SizeReader
 from autopar.capture.tracing import PREFIX
 from autopar.ir.graph import Arg, OpNode, Ref, Source, TensorSpec, refs_in
 
 NO_GRADIENT = ("aten.detach.", "aten.new_", "aten.one_hot.")
 """Beginnings of ops through which no gradient flows; neither does one through the `_like` ops."""
+
+EXPORT_ROOT = "_export_root."
+"""What torch puts before the paths of modules while it traces."""
 
 Value = Ref | tuple[Ref, ...]
 
@@ -34,7 +38,30 @@ class Emitter:
         self.specs = {Ref(s.name): s.spec for s in sources.values()}
         self.nodes: list[OpNode] = []
         self._differentiable = {Ref(s.name) for s in sources.values() if s.trainable}
-        self._names = set(self.sources)
+        self._names = Names(self.sources)
+
+    def within(self, flat: FlatGraph, inputs: Sequence[tuple[Ref, Ref]]) -> Emitter:
+        """An emitter for a graph of its own: its first placeholders stand for values of this one.
+
+        `inputs` has the ref there with the ref here.
+        """
+        inner = Emitter(flat, {}, self.sizes)
+        for node, (ref, outer) in zip(flat.placeholders, inputs, strict=False):
+            inner.values[node] = ref
+        refs = [ref for ref, _ in inputs]
+        inner.know(
+            refs,
+            [self.specs[outer] for _, outer in inputs],
+            [self.is_differentiable(outer) for _, outer in inputs],
+        )
+        return inner
+
+    def know(
+        self, refs: Sequence[Ref], specs: Sequence[TensorSpec], differentiable: Sequence[bool]
+    ) -> None:
+        """Values that were made elsewhere."""
+        self.specs.update(zip(refs, specs, strict=True))
+        self._differentiable |= {r for r, flows in zip(refs, differentiable, strict=True) if flows}
 
     def ref(self, node: Any) -> Ref:
         """The single tensor a traced node stands for."""
@@ -69,7 +96,7 @@ class Emitter:
         """Add a node by the name of its op; returns its outputs."""
         inputs = refs_in((*args, *(value for _, value in kwargs)))
         node = OpNode(
-            name=self._unique_name(step.node.name),
+            name=self.unique_name(step.node.name),
             target=target,
             args=args,
             kwargs=kwargs,
@@ -118,24 +145,28 @@ class Emitter:
             raise FixedBatch("the model calculates a number from its batch size")
         return self.values[resolved]
 
-    def _unique_name(self, name: str) -> str:
-        name = name.rstrip("_") or "op"
-        unique, count = name, 1
-        while unique in self._names:
-            unique, count = f"{name}_{count}", count + 1
-        self._names.add(unique)
-        return unique
+    def unique_name(self, name: str) -> str:
+        """The name, or one like it that no value has yet."""
+        return self._names.new(name.rstrip("_") or "op")
 
 
 def module_path(node: fx.Node) -> str:
     """The innermost module that made the node, in the model's own names."""
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
-        if path == PREFIX or path.startswith(f"{PREFIX}."):
-            # a module called again is traced as `name@1`
-            own = str(path).removeprefix(PREFIX).removeprefix(".")
-            return ".".join(part.split("@")[0] for part in own.split("."))
+        if (own := own_path(str(path))) is not None:
+            return own
     return ""
+
+
+def own_path(path: str) -> str | None:
+    """A path within the module that is exported as one within the model; None outside of it."""
+    path = path.removeprefix(EXPORT_ROOT)
+    if path != PREFIX and not path.startswith(f"{PREFIX}."):
+        return None
+    own = path.removeprefix(PREFIX).removeprefix(".")
+    # a module called again is traced as `name@1`
+    return ".".join(part.split("@")[0] for part in own.split("."))
 
 
 def _passes_gradient(op: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -13,6 +14,7 @@ from autopar.capture.convert import convert
 from autopar.capture.dispatch import canonical_dispatch
 from autopar.capture.entries import Batch, Entries, read_entries
 from autopar.capture.flatten import flatten
+from autopar.capture.names import named
 from autopar.capture.normalize import normalize
 from autopar.capture.sizes import FixedBatch, SizeReader, size_reader
 from autopar.capture.sources import (
@@ -48,7 +50,11 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, batch: Batch | list[Any], *, loss_fn: LossFn | None = None
+    model: nn.Module,
+    batch: Batch | list[Any],
+    *,
+    loss_fn: LossFn | None = None,
+    every_call: bool = False,
 ) -> Captured:
     """The graph of one training (or, for a model in eval mode, evaluation) step's forward.
 
@@ -58,13 +64,17 @@ def capture(
     do. The graph holds for any number of samples; where the model itself depends on it the graph
     is for the example's number and a note says so.
 
+    Repeated modules are traced once where calls of them are provably equal; with `every_call` each
+    is traced, to the same graph.
+
     Raises CaptureError naming op, module and line of what cannot be captured faithfully.
     """
     entries = read_entries(batch)
+    run_trace = partial(_trace, model, entries, loss_fn, every_call)
     reason = ""
     for samples in _symbolic_examples(entries.samples):
         try:
-            traced = trace(model, entries, loss_fn, samples=samples, symbolic=True)
+            traced = run_trace(samples, symbolic=True)
             return _captured(model, entries, traced, reason="", symbolic=True)
         except FixedBatch as fixed:
             reason = str(fixed)
@@ -73,8 +83,22 @@ def capture(
         except TraceFailed as failed:
             reason = reason or str(failed)
             break
-    traced = trace(model, entries, loss_fn, samples=entries.samples, symbolic=False)
+    traced = run_trace(entries.samples, symbolic=False)
     return _captured(model, entries, traced, reason=reason, symbolic=False)
+
+
+def _trace(
+    model: nn.Module,
+    entries: Entries,
+    loss_fn: LossFn | None,
+    every_call: bool,
+    samples: int,
+    *,
+    symbolic: bool,
+) -> Trace:
+    return trace(
+        model, entries, loss_fn, samples=samples, symbolic=symbolic, every_call=every_call
+    )
 
 
 def _symbolic_examples(samples: int) -> tuple[int, int]:
@@ -101,11 +125,11 @@ def _captured(
         **{node: source for node, (source, _) in constants.items()},
         **input_sources(entries, inputs, sizes),
     }
-    nodes, refs = convert(flat, outputs, sources, sizes)
+    nodes, refs = convert(flat, outputs, sources, sizes, traced.templates)
     state_and_inputs = [*sources.values(), *state.values()]
-    specs = _specs(state_and_inputs, nodes)
-    nodes = _live(nodes, refs)
-    nodes = normalize(nodes, specs)
+    taken = [source.name for source in state_and_inputs]
+    nodes, refs = named(_live(nodes, refs), refs, taken)
+    nodes = normalize(nodes, _specs(state_and_inputs, nodes))
     nodes = _live(canonical_dispatch(nodes, _specs(state_and_inputs, nodes), refs), refs)
     notes: tuple[str, ...] = ()
     if not symbolic:

@@ -20,7 +20,9 @@ from autopar.capture.entries import Entries, example_tensors, model_device
 from autopar.capture.grouped import traceable_grouped_mm
 from autopar.capture.locations import location_of_error
 from autopar.capture.outputs import OutputTree, check_loss, find_loss
+from autopar.capture.repeated import RepeatedCalls
 from autopar.capture.sizes import FIXED_SIZES
+from autopar.capture.templates import Template
 from autopar.capture.watch import (
     refuse_cumulative_averages,
     refuse_module_hooks,
@@ -73,17 +75,29 @@ class ModelWithLoss(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """An exported program, the JSON structure of the model's output, and notes."""
+    """An exported program, the JSON structure of the model's output, and notes.
+
+    The program has calls of `templates` for modules that repeat.
+    """
 
     program: ExportedProgram
+    templates: tuple[Template, ...]
     output_tree: str
     notes: tuple[str, ...]
 
 
 def trace(
-    model: nn.Module, entries: Entries, loss_fn: LossFn | None, *, samples: int, symbolic: bool
+    model: nn.Module,
+    entries: Entries,
+    loss_fn: LossFn | None,
+    *,
+    samples: int,
+    symbolic: bool,
+    every_call: bool = False,
 ) -> Trace:
     """Export the model with an example of `samples` samples, their number symbolic or fixed.
+
+    With `every_call` equal calls of modules are all traced.
 
     Raises CaptureError naming the cause and the line of the model, TraceFailed where the cause may
     be that sizes are symbolic or the number of samples is not the user's.
@@ -96,8 +110,10 @@ def trace(
     tensors = example_tensors(entries, samples, model_device(model))
     dims = {key: {0: Dim.AUTO} if symbolic and key in entries.sampled else None for key in tensors}
     notes: list[str] = []
+    repeated = RepeatedCalls(model)
+    sharing = contextlib.nullcontext() if every_call else repeated.active()
     try:
-        with watch_silent_drops(notes), traceable_grouped_mm(), _alone(), _quiet():
+        with watch_silent_drops(notes), traceable_grouped_mm(), sharing, _alone(), _quiet():
             program = torch.export.export(
                 wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
             )
@@ -108,6 +124,7 @@ def trace(
     tree = trees[-1]
     return Trace(
         program=program,
+        templates=tuple(repeated.templates),
         output_tree=json.dumps(tree.tree),
         notes=(*notes, *tree.notes),
     )
