@@ -26,6 +26,10 @@ REPEATED: torch._ops.OpOverload = torch.ops.autopar.repeated.default
 """A call that is equal to one that was traced: what it reads, and the number of its template."""
 
 
+unwatched = torch._C.DisableTorchFunction
+"""Within, what is asked of tensors does not pass the modes that torch.export watches calls with."""
+
+
 def current_tracer() -> Any | None:
     """The tracer at work, which records tensor ops; None outside of a trace."""
     mode = get_proxy_mode()
@@ -72,11 +76,12 @@ def record_call(
     tracer: Any, inputs: Sequence[Tensor], template: int, like: Sequence[Tensor]
 ) -> list[Tensor]:
     """Add a call of `REPEATED`; its outputs are new traced tensors such as those of `like`."""
-    with disable_proxy_modes_tracing():
+    with unwatched(), disable_proxy_modes_tracing():
         made = [_such_as(tensor) for tensor in like]
     proxies = [tracer.tensor_tracker[tensor].proxy for tensor in inputs]
     call = tracer.create_proxy("call_function", REPEATED, (proxies, template), {})
-    return track_tensor_tree(made, call, constant=None, tracer=tracer)
+    with unwatched():
+        return track_tensor_tree(made, call, constant=None, tracer=tracer)
 
 
 def _such_as(tensor: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from autopar.capture.proxies import (
     path_of,
     real_module,
     record_call,
+    unwatched,
 )
 from autopar.capture.state import Keys, Surroundings, Unprovable, is_trusted
 from autopar.capture.templates import Template, build_template, tensor_key
@@ -65,13 +66,16 @@ class Call:
         self.nodes = [node_of(tracer, tensor) for tensor in self.tensors]
         if None in self.nodes:
             raise Unprovable("a tensor that was not traced")
+        with unwatched():
+            tensors = tuple(map(tensor_key, self.tensors))
+            storages = _pattern([t.untyped_storage()._cdata for t in self.tensors])
         self.key = (
             self._modules_key(state),
             self.structure,
             tuple(None if isinstance(v, Tensor) else self.keys.key(v) for v in self.leaves),
-            tuple(map(tensor_key, self.tensors)),
+            tensors,
             _pattern(self.nodes),
-            _pattern([t.untyped_storage()._cdata for t in self.tensors]),
+            storages,
             _circumstances(),
         )
 
