@@ -39,15 +39,13 @@ def convert(
     graph holds for one batch size only.
     """
     emitter = Emitter(flat, sources, sizes)
-    expander = Expander(templates, lambda *inner: _Converter(*inner, expander).run())
+    expander = Expander(templates, lambda *inner: _Converter(inner[0], inner[1], expander).run())
     _Converter(emitter, outputs, expander).run()
     return emitter.nodes, [emitter.ref(node) for node in outputs]
 
 
 class _Converter:
-    def __init__(
-        self, emitter: Emitter, outputs: Sequence[fx.Node], expander: Expander
-    ) -> None:
+    def __init__(self, emitter: Emitter, outputs: Sequence[fx.Node], expander: Expander) -> None:
         self.emitter = emitter
         self._expander = expander
         flat = emitter.flat
@@ -74,9 +72,7 @@ class _Converter:
         elif not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{op} is not an op that can be planned")
         elif is_repeated(node):
-            self.emitter.values[node] = self._expander.expand(
-                self.emitter, step, module_path(node)
-            )
+            self.emitter.values[node] = self._expander.expand(self.emitter, step, module_path(node))
         elif writes.is_write(op):
             if self._counts(op, node, position):
                 return

@@ -46,9 +46,8 @@ class Emitter:
         `inputs` has the ref there with the ref here.
         """
         inner = Emitter(flat, {}, self.sizes)
-        for node, (ref, outer) in zip(flat.placeholders, inputs, strict=False):
-            inner.values[node] = ref
         refs = [ref for ref, _ in inputs]
+        inner.values.update(zip(flat.placeholders, refs, strict=False))
         inner.know(
             refs,
             [self.specs[outer] for _, outer in inputs],

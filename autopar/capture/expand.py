@@ -100,7 +100,9 @@ def _written_out(
                 name=name,
                 target=node.target,
                 args=tuple(map(arg, node.args)),
-                kwargs=tuple((key, arg(value)) for key, value in node.kwargs) if node.kwargs else (),
+                kwargs=tuple((key, arg(value)) for key, value in node.kwargs)
+                if node.kwargs
+                else (),
                 outputs=node.outputs,
                 requires_grad=node.requires_grad,
                 module_path=new + path[len(old) :] if path.startswith(old) else path,

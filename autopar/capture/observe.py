@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-
 from unittest import mock
 
 import torch
@@ -86,8 +85,10 @@ def observed(active: Sequence[Reads]) -> Iterator[None]:
         return plain(module, name)
 
     nested = nn.Module.__getattribute__ is not plain
-    with contextlib.nullcontext() if nested else mock.patch.object(
-        nn.Module, "__getattribute__", reading, create=True
+    with (
+        contextlib.nullcontext()
+        if nested
+        else mock.patch.object(nn.Module, "__getattribute__", reading, create=True)
     ):
         yield
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch import Tensor, nn
 
 from autopar.capture.convert import convert
 from autopar.capture.dispatch import canonical_dispatch
@@ -34,19 +33,12 @@ class Captured:
     """A captured model.
 
     `constants` holds the value of each source of kind constant by its fqn, `fixed_entries` the
-    entries of the batch that are no tensors, which the graph has for good; `program` is what
-    torch.export made, for inspection.
+    entries of the batch that are no tensors, which the graph has for good.
     """
 
     graph: OpGraph
     constants: dict[str, Tensor]
     fixed_entries: dict[str, Any]
-    program: ExportedProgram
-
-    @property
-    def module(self) -> fx.GraphModule:
-        """The exported program as a module over the model's own parameters."""
-        return self.program.module()  # type: ignore[return-value]
 
 
 def capture(
@@ -70,11 +62,11 @@ def capture(
     Raises CaptureError naming op, module and line of what cannot be captured faithfully.
     """
     entries = read_entries(batch)
-    run_trace = partial(_trace, model, entries, loss_fn, every_call)
+    run_trace = partial(trace, model, entries, loss_fn, every_call=every_call)
     reason = ""
     for samples in _symbolic_examples(entries.samples):
         try:
-            traced = run_trace(samples, symbolic=True)
+            traced = run_trace(samples=samples, symbolic=True)
             return _captured(model, entries, traced, reason="", symbolic=True)
         except FixedBatch as fixed:
             reason = str(fixed)
@@ -83,22 +75,8 @@ def capture(
         except TraceFailed as failed:
             reason = reason or str(failed)
             break
-    traced = run_trace(entries.samples, symbolic=False)
+    traced = run_trace(samples=entries.samples, symbolic=False)
     return _captured(model, entries, traced, reason=reason, symbolic=False)
-
-
-def _trace(
-    model: nn.Module,
-    entries: Entries,
-    loss_fn: LossFn | None,
-    every_call: bool,
-    samples: int,
-    *,
-    symbolic: bool,
-) -> Trace:
-    return trace(
-        model, entries, loss_fn, samples=samples, symbolic=symbolic, every_call=every_call
-    )
 
 
 def _symbolic_examples(samples: int) -> tuple[int, int]:
@@ -156,7 +134,6 @@ def _captured(
         graph=graph,
         constants={source.fqn: value for source, value in constants.values()},
         fixed_entries={k: v for k, v in entries.constants.items() if v is not None},
-        program=program,
     )
 
 

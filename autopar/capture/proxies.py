@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autopar.capture.state import Unprovable
+
 torch.library.define("autopar::repeated", "(Tensor[] inputs, int template) -> Tensor[]")
 REPEATED: torch._ops.OpOverload = torch.ops.autopar.repeated.default
 """A call that is equal to one that was traced: what it reads, and the number of its template."""
@@ -38,7 +40,11 @@ def current_tracer() -> Any | None:
 
 def real_module(module: nn.Module) -> nn.Module:
     """The user's module behind the stand-in that torch makes where one has several names."""
-    return module.get_base() if isinstance(module, _AttrProxy) else module  # type: ignore[attr-defined]
+    if not isinstance(module, _AttrProxy):
+        return module
+    stand_in: Any = module
+    base: nn.Module = stand_in.get_base()
+    return base
 
 
 def path_of(tracer: Any) -> str:
@@ -47,10 +53,13 @@ def path_of(tracer: Any) -> str:
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
-def node_of(tracer: Any, tensor: Tensor) -> fx.Node | None:
-    """The node that made a traced tensor."""
+def node_of(tracer: Any, tensor: Tensor) -> fx.Node:
+    """The node that made a traced tensor. Raises Unprovable for one that was not traced."""
     slot = tracer.tensor_tracker.get(tensor)
-    return None if slot is None else slot.proxy.node
+    if slot is None:
+        raise Unprovable("a tensor that was not traced")
+    node: fx.Node = slot.proxy.node
+    return node
 
 
 def last_node(tracer: Any) -> fx.Node:

@@ -59,13 +59,12 @@ class Call:
         self.modules = _modules_in(module)
         self.positions = {id(m): i for i, m in enumerate(self.modules)}
         self.keys = Keys(self.positions)
-        self.leaves, self.structure = pytree.tree_flatten((args, kwargs))
+        self.given = (args, kwargs)
+        self.leaves, self.structure = pytree.tree_flatten(self.given)
         state = [_state(m) for m in self.modules]
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.tensors = given + [t for named in state for _, t in named if t is not None]
         self.nodes = [node_of(tracer, tensor) for tensor in self.tensors]
-        if None in self.nodes:
-            raise Unprovable("a tensor that was not traced")
         with unwatched():
             tensors = tuple(map(tensor_key, self.tensors))
             storages = _pattern([t.untyped_storage()._cdata for t in self.tensors])
@@ -115,7 +114,7 @@ class Known:
 
 
 class RepeatedCalls:
-    """Shares traces among the calls of one export. `traced` counts the calls that were traced."""
+    """Shares traces among the calls of one export. `shared` counts those not traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.templates: list[Template] = []
@@ -186,13 +185,13 @@ class RepeatedCalls:
             self._reads.pop()
         try:
             reads.check(Keys(call.positions))
-            if _trail(call) != before or surroundings.changed():
+            if before != _trail(call) or surroundings.changed():
                 raise Unprovable("the call changed something")
             owners: dict[fx.Node, int] = {}
             for index, node in enumerate(call.nodes):
                 owners.setdefault(node, index)
             template = build_template(
-                nodes_after(last), call.tensors, owners, output, path_of(call.tracer)
+                call.tracer, nodes_after(last), call.tensors, owners, output, path_of(call.tracer)
             )
         except Unprovable:
             return output
@@ -216,16 +215,18 @@ class RepeatedCalls:
 
 
 def _trail(call: Call) -> Hashable:
-    """What a call might leave changed, but for globals."""
+    """What a call might leave changed, but for what its code reads from its surroundings."""
+    keys = Keys(call.positions)
+    leaves, structure = pytree.tree_flatten(call.given)
     return (
         tuple(
-            tuple((name, id(value)) for name, value in vars(module).items())
-            + tuple((name, id(value)) for name, value in _children(module))
-            + tuple((name, id(value)) for name, value in _state(module))
-            for module in call.modules
+            tuple(
+                (name, id(value)) for name, value in (*vars(m).items(), *_children(m), *_state(m))
+            )
+            for m in call.modules
         ),
-        tuple(map(id, pytree.tree_leaves((call.structure, call.leaves)))),
-        tuple(call.keys.__class__(call.positions).key(v) for v in call.leaves if not isinstance(v, Tensor)),
+        structure,
+        tuple(id(leaf) if isinstance(leaf, Tensor) else keys.key(leaf) for leaf in leaves),
         random.getstate(),
         _circumstances(),
     )
@@ -261,7 +262,9 @@ def _refuse_unusual(module: nn.Module) -> None:
         raise Unprovable("attributes of its own making")
 
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs"))
+)
 
 
 def _classes(model: nn.Module) -> dict[int, int]:

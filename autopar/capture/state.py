@@ -7,6 +7,7 @@ apart (but for their identity). What has no such key raises `Unprovable`.
 from __future__ import annotations
 
 import builtins
+import dis
 import enum
 import functools
 import logging
@@ -14,8 +15,7 @@ import random
 import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -146,7 +146,9 @@ _TRUSTED_DATA = frozenset(["pathlib", "types"])
 def _is_plain(cls: type) -> bool:
     """Whether instances hold nothing but their attributes and slots."""
     slots = sum(
-        1 if isinstance(vars(base).get("__slots__", ()), str) else len(vars(base).get("__slots__", ()))
+        1
+        if isinstance(vars(base).get("__slots__", ()), str)
+        else len(vars(base).get("__slots__", ()))
         for base in cls.__mro__
     )
     spare = 2 + slots  # a dict, weak references
@@ -322,8 +324,6 @@ _STORE_GLOBAL = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 
 def _names(code: types.CodeType) -> Iterator[str]:
     """The names that a function and those in it read. Raises Unprovable where it sets a global."""
-    import dis
-
     numbers = {dis.opmap[name] for name in _STORE_GLOBAL}
     if numbers & set(code.co_code[::2]) and any(
         item.opname in _STORE_GLOBAL for item in dis.get_instructions(code)
@@ -336,4 +336,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 __all__ = ["Keys", "Surroundings", "Unprovable", "is_trusted"]
-_ = Path, Callable

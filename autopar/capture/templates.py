@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture.proxies import depends_on_data
+from autopar.capture.proxies import depends_on_data, node_of
 from autopar.capture.state import Keys, Unprovable
 
 LEAST_OPS = 4
@@ -50,6 +50,7 @@ class Template:
 
 
 def build_template(
+    tracer: Any,
     nodes: Sequence[fx.Node],
     tensors: Sequence[Tensor],
     owners: Mapping[fx.Node, int],
@@ -73,7 +74,7 @@ def build_template(
     if any(node not in owners for node in read):
         raise Unprovable("a tensor that is neither an argument nor the module's")
     leaves, structure = pytree.tree_flatten(output)
-    results, made, made_nodes = _results(leaves, tensors, own, given)
+    results, made, made_nodes = _results(tracer, leaves, tensors, own, given)
     graph, copies = _copied(nodes, [*outside])
     return Template(
         graph=graph,
@@ -91,21 +92,18 @@ def _check(node: fx.Node, given: set[int]) -> None:
         raise Unprovable("a constant tensor")
     if depends_on_data(node.meta.get("val")):
         raise Unprovable("a size that depends on data")
-    if not isinstance(node.target, torch._ops.OpOverload):
-        if _storages([node.meta.get("val")]) and node.target is not operator.getitem:
-            raise Unprovable(f"{node.target}")
-        if "val" not in node.meta or node.meta["val"] is None:
-            raise Unprovable(f"{node.target}")
+    op, value = node.target, node.meta.get("val")
+    if not isinstance(op, torch._ops.OpOverload):
+        if op is not operator.getitem and (value is None or _storages([value])):
+            raise Unprovable(f"{op}, which changes a mode or is a graph of its own")
         return
-    if str(node.target).rsplit(".", 1)[0] in _STATEFUL:
-        raise Unprovable(f"{node.target} may write to buffers")
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.is_write and _storages(_values(value)) & given:
-            raise Unprovable(f"{node.target} writes to what it was given")
-    for argument in node.target._schema.arguments:
-        value = node.kwargs.get(argument.name)
-        if argument.is_write and value is not None and _storages(_values(value)) & given:
-            raise Unprovable(f"{node.target} writes to what it was given")
+    if str(op).rsplit(".", 1)[0] in _STATEFUL:
+        raise Unprovable(f"{op} may write to buffers")
+    arguments = op._schema.arguments
+    written = [v for a, v in zip(arguments, node.args, strict=False) if a.is_write]
+    written += [node.kwargs[a.name] for a in arguments if a.is_write and a.name in node.kwargs]
+    if _storages(_values(written)) & given:
+        raise Unprovable(f"{op} writes to what it was given")
 
 
 def _values(argument: Any) -> list[Any]:
@@ -115,11 +113,12 @@ def _values(argument: Any) -> list[Any]:
 
 
 def _results(
-    leaves: Sequence[Any], tensors: Sequence[Tensor], own: set[fx.Node], given: set[int]
+    tracer: Any,
+    leaves: Sequence[Any],
+    tensors: Sequence[Tensor],
+    own: set[fx.Node],
+    given: set[int],
 ) -> tuple[list[Result], list[Tensor], list[fx.Node]]:
-    from autopar.capture.proxies import current_tracer, node_of
-
-    tracer = current_tracer()
     results: list[Result] = []
     made: list[Tensor] = []
     nodes: list[fx.Node] = []
