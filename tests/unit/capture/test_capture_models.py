@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,26 @@ def test_zoo_models(name):
     assert captured.graph.notes == ()
     verify_capture(model, spec.example(3, None), captured)
     find_blocks(captured.graph)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_tiny_dropout", "llama_tiny", "glam_tiny", "qwen3_moe_tiny", "deepseek_tiny"],
+)
+def test_zoo_models_are_the_same_when_every_layer_is_traced(name):
+    with torch.device("meta"):
+        model, batch = load(name).build(), load(name).example(4, None)
+    assert capture(model, batch).graph == capture(model, batch, every_call=True).graph
+
+
+@pytest.mark.parametrize(
+    "build",
+    [llama, partial(llama, use_cache=False), gpt2, t5],
+    ids=["cached", "llama", "gpt2", "t5"],
+)
+def test_hugging_face_models_are_the_same_when_every_layer_is_traced(build):
+    model = build(3)
+    assert capture(model, BATCH).graph == capture(model, BATCH, every_call=True).graph
 
 
 @pytest.mark.slow
