@@ -12,7 +12,6 @@ from torch import Tensor
 from autopar.capture.interpret import OWN_OPS
 from autopar.costs.families import SIZE_ARGUMENT
 from autopar.costs.local_op import SLOT, LocalOp, Order, StoredDim
-from autopar.costs.strides import VIEW_OPS
 from autopar.ir.graph import Arg, Ref
 
 
@@ -45,17 +44,6 @@ class Arguments:
         """Run the op."""
         with torch.set_grad_enabled(self.op.requires_grad):
             return self.function(*self.args, **self.kwargs)
-
-    def check(self, result: Any) -> None:
-        """Raise ValueError where a view was made of what should have been copied."""
-        if not (self.op.copies and self.op.name in _COPYING and self.inputs):
-            return
-        if result.untyped_storage().data_ptr() == self.inputs[0].untyped_storage().data_ptr():
-            raise ValueError("copies where dims are whole, not on these shapes")
-
-
-_COPYING = frozenset((*VIEW_OPS, "contiguous"))
-"""Ops that copy because of strides, which a `LocalOp` does not have."""
 
 
 def _tensor(op: LocalOp, index: int, device: torch.device) -> Tensor:

@@ -203,7 +203,6 @@ def test_an_op_is_measured_forward_and_backward(item):
     [
         (op("custom.nothing.default"), "AttributeError: .*nothing"),
         (op("aten.softmax.int", 7), "IndexError: Dimension out of range"),
-        (op("aten.reshape.default", (4,), shape=(4,), out=(4,), copies=True), "ValueError: copies"),
     ],
 )
 def test_an_op_that_fails_has_the_reason(item, message):
