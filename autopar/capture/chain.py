@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autopar.capture.digest import digest, leaving
-from autopar.capture.flow import STATE, Flow
+from autopar.capture.flow import Flow
 from autopar.errors import CaptureError
 from autopar.ir.blocks import Block, BlockChain, BlockClass
 from autopar.ir.graph import OpGraph, Ref
@@ -24,7 +24,7 @@ def build_chain(flow: Flow, spans: Sequence[tuple[int, int]]) -> BlockChain:
         setup=flow.setup,
         blocks=blocks,
         classes=_classes(flow, blocks, list(order)),
-        boundaries=tuple(flow.crossing(start) for start, _ in spans[1:]),
+        boundaries=tuple(flow.crossings([start for start, _ in spans[1:]])),
     )
     check_chain(flow.graph, chain)
     return chain
@@ -35,7 +35,6 @@ def _block(flow: Flow, span: tuple[int, int], index: int, class_index: int) -> B
     nodes = flow.main[start:end]
     own = {node.name for node in nodes}
     outside = dict.fromkeys(ref for node in nodes for ref in node.inputs() if ref.name not in own)
-    state = {s.name for s in flow.graph.sources if s.kind in STATE}
     return Block(
         index=index,
         class_index=class_index,
@@ -43,9 +42,9 @@ def _block(flow: Flow, span: tuple[int, int], index: int, class_index: int) -> B
         inputs=tuple(ref for ref in outside if ref.name in flow.position),
         outputs=leaving(flow, start, end),
         shared=tuple(
-            ref for ref in outside if ref.name not in flow.position and ref.name not in state
+            ref for ref in outside if ref.name not in flow.position and ref.name not in flow.state
         ),
-        parameters=tuple(ref for ref in outside if ref.name in state),
+        parameters=tuple(ref for ref in outside if ref.name in flow.state),
         module_path=_common_path([node.module_path for node in nodes]),
     )
 

@@ -46,12 +46,18 @@ class _Numbering:
 
 def digest(flow: Flow, start: int, end: int) -> str:
     """The hash of main nodes `start` to `end - 1`."""
+    if (start, end) not in flow.digests:
+        flow.digests[start, end] = _digest(flow, start, end)
+    return flow.digests[start, end]
+
+
+def _digest(flow: Flow, start: int, end: int) -> str:
     numbering = _Numbering(flow)
     lines = []
     for node in flow.main[start:end]:
         args = [_text(value, numbering) for value in node.args]
         kwargs = [f"{key}={_text(value, numbering)}" for key, value in node.kwargs]
-        outputs = ", ".join(map(str, node.outputs))
+        outputs = flow.outputs_text(node)
         lines.append(f"{node.target}({args}, {kwargs}) -> {outputs} {node.requires_grad}")
         numbering.define(node)
     lines.append(str([numbering.ref(ref) for ref in leaving(flow, start, end)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from autopar.ir.graph import OpGraph, OpNode, Ref, SourceKind, TensorSpec
@@ -38,6 +38,7 @@ class Flow:
         self.graph = graph
         self.specs: dict[Ref, TensorSpec] = graph.specs()
         self.sources = {source.name: source for source in graph.sources}
+        self.state = {source.name for source in graph.sources if source.kind in STATE}
         self.differentiable = graph.differentiable()
         parameters = [s.name for s in graph.sources if s.kind is SourceKind.PARAMETER]
         mains = _reached(graph, set(parameters), seeds=ONCE)
@@ -51,6 +52,15 @@ class Flow:
         self._matmuls = _prefix_sums(self._is_weight_matmul(node) for node in self.main)
         self._parametric = _prefix_sums(self._reads_weight(node) for node in self.main)
         self._widths, self._bytes = self._profile()
+        self._texts: dict[int, str] = {}
+        self.digests: dict[tuple[int, int], str] = {}
+
+    def outputs_text(self, node: OpNode) -> str:
+        """The specs of a node's outputs; equal blocks often have them in common."""
+        key = id(node.outputs)
+        if key not in self._texts:
+            self._texts[key] = ", ".join(map(str, node.outputs))
+        return self._texts[key]
 
     def __len__(self) -> int:
         return len(self.main)
@@ -63,11 +73,22 @@ class Flow:
         """How many bytes cross a point, for the example batch."""
         return self._bytes[point]
 
-    def crossing(self, point: int) -> tuple[Ref, ...]:
-        """The values that cross a point, in the order they were made."""
-        made = ((ref, self.position[ref.name]) for ref in self.last_read)
-        found = [(at, ref) for ref, at in made if at < point <= self.last_read[ref]]
-        return tuple(ref for _, ref in sorted(found))
+    def crossings(self, points: Sequence[int]) -> list[tuple[Ref, ...]]:
+        """The values that cross each of some ascending points, in the order they were made."""
+        ends: dict[int, list[Ref]] = {}
+        for ref, last in self.last_read.items():
+            ends.setdefault(last + 1, []).append(ref)
+        alive: dict[Ref, None] = {}
+        found, at = [], 0
+        for point in points:
+            while at < point:
+                made = (Ref(self.main[at].name, i) for i in range(len(self.main[at].outputs)))
+                alive.update(dict.fromkeys(ref for ref in made if ref in self.last_read))
+                at += 1
+                for ref in ends.get(at, ()):
+                    alive.pop(ref, None)
+            found.append(tuple(alive))
+        return found
 
     def matmuls(self, start: int, end: int) -> int:
         """Matrix products with a weight among main nodes `start` to `end - 1`."""

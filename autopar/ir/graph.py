@@ -76,11 +76,17 @@ UPDATED: dict[str, tuple[int, ...]] = {"autopar.batch_norm": (3, 4, 5)}
 
 def refs_in(arg: Arg) -> Iterator[Ref]:
     """The values an argument reads, left to right."""
-    if isinstance(arg, Ref):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from refs_in(item)
+    return iter(_collected((arg,), []))
+
+
+def _collected(args: tuple[Arg, ...], found: list[Ref]) -> list[Ref]:
+    """Appends the refs among the arguments; a plain loop, for every node is asked many times."""
+    for arg in args:
+        if isinstance(arg, Ref):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            _collected(arg, found)
+    return found
 
 
 class SourceKind(StrEnum):
@@ -135,7 +141,10 @@ class OpNode:
 
     def inputs(self) -> tuple[Ref, ...]:
         """The tensors read, in argument order, then keyword order; a tensor read twice is twice."""
-        return tuple(refs_in((*self.args, *(value for _, value in self.kwargs))))
+        found = _collected(self.args, [])
+        for _, value in self.kwargs:
+            _collected((value,), found)
+        return tuple(found)
 
     def updates(self) -> tuple[Ref, ...]:
         """The values that the op updates in place: buffers, where they lie."""

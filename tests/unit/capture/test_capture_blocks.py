@@ -248,7 +248,7 @@ def test_the_loss_crosses_what_comes_after_it():
 
     flow = Flow(capture(Auxiliary(8, 8), (X, X)).graph)
     assert flow.main[-1].op == "aten.relu"
-    assert flow.graph.loss in flow.crossing(len(flow) - 1)
+    assert flow.graph.loss in flow.crossings([len(flow) - 1])[0]
 
 
 def test_random_numbers_are_drawn_in_one_block():
