@@ -76,16 +76,20 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan with the captured model it was made for."""
+    """A plan with the captured model it was made for, and what is known of its graph."""
 
     captured: Captured
     chain: BlockChain
     plan: Plan
+    worked_out: dict[int, dict[str, object]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def view(self) -> ModelView:
         """The model as code generation sees it."""
-        return ModelView(self.captured.graph, self.chain, self.plan)
+        graph, worked_out = self.captured.graph, self.worked_out
+        return ModelView(graph, self.chain, self.plan, worked_out=worked_out)
 
     def files(self) -> dict[str, str]:
         """The program: file name to text."""
@@ -127,7 +131,9 @@ def plan_captured(
     """
     setting = planning_setting(captured, cluster, options, name=name, progress=progress)
     plan = make_plan(setting, progress)
-    return with_collectives(Planned(captured=captured, chain=setting.chain, plan=plan))
+    return with_collectives(
+        Planned(captured=captured, chain=setting.chain, plan=plan, worked_out=setting.worked_out)
+    )
 
 
 def planning_setting(

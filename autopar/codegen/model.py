@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar, cast
 
 from autopar.codegen.draws import is_random
 from autopar.codegen.local import LocalNode, Mesh
@@ -27,6 +28,8 @@ from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, StagePlan, Varian
 from autopar.plan.split import Product, split_products
 from autopar.plan.zero import ZeroShard, zero_shard
 from autopar.rules import GraphFacts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -221,8 +224,24 @@ class ModelView(GraphFacts):
         """A block that runs a variant, whose parameters lie as those of all that do."""
         return self.chain.blocks[self._users[variant.name]]
 
+    @cached_property
+    def _worked_out(self) -> dict[Hashable, object]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for all that ask with the same key.
+
+        Blocks of a variant are alike, so what follows from the variant is asked for many times.
+        """
+        if key not in self._worked_out:
+            self._worked_out[key] = make()
+        return cast(T, self._worked_out[key])
+
     def variant_flow(self, variant: Variant) -> tuple[Block, BlockFlow]:
         """The first block of a variant's class and its moves."""
+        return self.once(("flow", variant.name), lambda: self._variant_flow(variant))
+
+    def _variant_flow(self, variant: Variant) -> tuple[Block, BlockFlow]:
         block = self.chain.representative(variant.class_index)
         given, required = block_edges(self.chain, block, self.shared)
         user = self.variant_user(variant)

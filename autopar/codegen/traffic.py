@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from math import prod
 
@@ -108,11 +109,23 @@ def _micro_batch(
         _, flow = view.variant_flow(variant)
         again = set(variant.steps_again(use.recompute))
         yield from _gathers(view, use, variant, at)
-        for step, item in _block(view, flow, variant.choices, samples, at):
+        key = ("traffic", variant.name, samples, at)
+        moved = partial(_moved, view, flow, variant.choices, samples, at)
+        for step, item in view.once(key, moved):
             yield item
             if step in again and item.phase == "forward":
                 yield replace(item, phase="recompute")
     yield from _sends(view, stage, samples, at)
+
+
+def _moved(
+    view: ModelView,
+    flow: BlockFlow,
+    choices: Sequence[NodeChoice],
+    samples: int,
+    at: tuple[int, ...],
+) -> tuple[tuple[str, Collective], ...]:
+    return tuple(_block(view, flow, choices, samples, at))
 
 
 def _block(

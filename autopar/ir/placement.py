@@ -104,6 +104,13 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(parts))
 
 
+def chunk_at(size: int, parts: int, rank: int) -> tuple[int, int]:
+    """Start and size of the chunk of `chunk_sizes` that `rank` holds."""
+    chunk = -(-size // parts)
+    start = min(size, rank * chunk)
+    return start, min(chunk, size - start)
+
+
 def chunk_offsets(size: int, parts: int) -> tuple[int, ...]:
     """Start of each chunk of `chunk_sizes`."""
     return (0, *accumulate(chunk_sizes(size, parts)))[:parts]
@@ -116,8 +123,8 @@ def nested_chunk(size: int, parts: Sequence[int], at: Sequence[int]) -> tuple[in
     """
     start = 0
     for count, rank in zip(parts, at, strict=True):
-        start += chunk_offsets(size, count)[rank]
-        size = chunk_sizes(size, count)[rank]
+        offset, size = chunk_at(size, count, rank)
+        start += offset
     return start, size
 
 
@@ -133,7 +140,8 @@ def local_slices(size: int, placement: Shard, parts: int, rank: int) -> tuple[tu
     for piece in placement.pieces or (size,):
         length = abs(piece)
         at = rank if piece >= 0 else parts - 1 - rank
-        ranges.append((start + chunk_offsets(length, parts)[at], chunk_sizes(length, parts)[at]))
+        offset, own = chunk_at(length, parts, at)
+        ranges.append((start + offset, own))
         start += length
     return tuple(ranges)
 
@@ -153,7 +161,7 @@ def local_shape(
         if isinstance(placement, Shard):
             result[placement.dim] = local_size(result[placement.dim], placement, parts, rank)
         elif isinstance(placement, ByExpert):
-            result[0] = chunk_sizes(result[0], parts)[rank]
+            result[0] = chunk_at(result[0], parts, rank)[1]
     return tuple(result)
 
 

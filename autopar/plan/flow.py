@@ -144,15 +144,18 @@ def block_flow(
     have. A value moved once to a layout is used again from there.
     """
     produced: dict[Ref, Layout] = dict(given)
-    available: set[tuple[Ref, Layout]] = {(ref, layout) for ref, layout in given.items()}
+    moved: set[tuple[Ref, Layout]] = set()
+
+    def lies(ref: Ref, layout: Layout) -> bool:
+        return produced[ref] == layout or (ref, layout) in moved
 
     def bring(ref: Ref, layout: Layout) -> list[Move]:
-        if (ref, layout) in available:
+        if lies(ref, layout):
             return []
         path = moves_between(ref, produced[ref], layout, differentiable=ref in differentiable)
-        done = [i for i, move in enumerate(path, 1) if (ref, move.after) in available]
+        done = [i for i, move in enumerate(path, 1) if lies(ref, move.after)]
         fresh = list(path[max(done, default=0) :])
-        available.update((ref, move.after) for move in fresh)
+        moved.update((ref, move.after) for move in fresh)
         return fresh
 
     before: dict[str, tuple[Move, ...]] = {}
@@ -161,9 +164,7 @@ def block_flow(
         wanted = zip(node.inputs(), choice.inputs, strict=True)
         before[node.name] = tuple(move for ref, layout in wanted for move in bring(ref, layout))
         for index, layout in enumerate(choice.outputs):
-            ref = Ref(node.name, index)
-            produced[ref] = layout
-            available.add((ref, layout))
+            produced[Ref(node.name, index)] = layout
     at_end = tuple(move for ref, layout in required.items() for move in bring(ref, layout))
     return BlockFlow(before=before, at_end=at_end, produced=produced)
 

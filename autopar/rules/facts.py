@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.mesh import CONTEXT, MeshAxis
@@ -23,49 +23,75 @@ STRATEGY_BATCH = 2
 They do not depend on it; 1 would let a dim of batch times heads pass for one of heads.
 """
 
+T = TypeVar("T")
+
+
+class fact(Generic[T]):  # noqa: N801  it is used as `cached_property` is
+    """A property that is worked out once for a graph, for all that share `worked_out`."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, facts: GraphFacts | None, owner: type | None = None) -> T:
+        if facts is None:
+            return cast(T, self)
+        known = facts.worked_out.setdefault(id(facts.graph), {"graph": facts.graph})
+        if self._name not in known:
+            known[self._name] = self._make(facts)
+        found = vars(facts)[self._name] = cast(T, known[self._name])
+        return found
+
 
 @dataclass(frozen=True)
 class GraphFacts:
     """A captured graph with its look-ups, its settled data axis and its packed dims."""
 
     graph: OpGraph
+    worked_out: dict[int, dict[str, object]] = field(
+        default_factory=dict, kw_only=True, compare=False, repr=False
+    )
+    """What is known of a graph, by its id: given on to others who look at the same graph."""
 
-    @cached_property
+    @fact
     def nodes(self) -> Mapping[str, OpNode]:
         """Op nodes by name."""
         return {node.name: node for node in self.graph.nodes}
 
-    @cached_property
+    @fact
     def sources(self) -> Mapping[str, Source]:
         """Sources by name."""
         return {source.name: source for source in self.graph.sources}
 
-    @cached_property
+    @fact
     def specs(self) -> Mapping[Ref, TensorSpec]:
         """Spec of every value."""
         return self.graph.specs()
 
-    @cached_property
+    @fact
     def updated(self) -> frozenset[Ref]:
         """Buffers that a forward updates in place."""
         return self.graph.updated()
 
-    @cached_property
+    @fact
     def differentiable(self) -> frozenset[Ref]:
         """Values that carry a gradient."""
         return self.graph.differentiable()
 
-    @cached_property
+    @fact
     def batch(self) -> BatchAxis:
         """The settled strategies of the data axis."""
         return batch_axis(self.graph)
 
-    @cached_property
+    @fact
     def sequence(self) -> Mapping[Ref, int]:
         """The sequence dim of the values that have one."""
         return sequence_dims(self.graph)
 
-    @cached_property
+    @fact
     def has_causal_attention(self) -> bool:
         """Whether some attention lets a query see only the keys before it."""
         return any(
@@ -82,7 +108,7 @@ class GraphFacts:
             self._strategies[key] = self._offered(node, axis)
         return self._strategies[key]
 
-    @cached_property
+    @fact
     def _strategies(self) -> dict[object, tuple[AxisStrategy, ...]]:
         return {}
 
@@ -105,14 +131,14 @@ class GraphFacts:
         )
         return (*fitting, *ring_attention(node, axis, self.specs, self.sequence))
 
-    @cached_property
+    @fact
     def parameters(self) -> frozenset[Ref]:
         """The values that are parameters."""
         return frozenset(
             Ref(source.name) for source in self.graph.sources if source.kind is SourceKind.PARAMETER
         )
 
-    @cached_property
+    @fact
     def experts(self) -> Mapping[str, ExpertStrategy]:
         """By node, the strategy of a batch axis that splits experts instead of samples."""
         return expert_strategies(self.graph, self.batch)
@@ -124,7 +150,7 @@ class GraphFacts:
             return (settled,)
         return (settled, other.strategy)
 
-    @cached_property
+    @fact
     def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
         """Pieces in which packed dims are cut."""
         return piece_hints(self.graph)
