@@ -14,7 +14,17 @@ from autopar.codegen.sizes import shape_text, size_text
 from autopar.codegen.values import ValueNames
 from autopar.errors import InputError
 from autopar.ir.graph import OpNode, Ref, Size, TensorSpec
-from autopar.ir.placement import R_STAR, P, R, Shard, chunk_offsets, local_shape, local_size
+from autopar.ir.placement import (
+    R_STAR,
+    P,
+    R,
+    Shard,
+    chunk_at,
+    chunk_offsets,
+    chunk_sizes,
+    local_shape,
+    local_size,
+)
 from autopar.ir.size import shape_at
 from autopar.plan.flow import moves_between
 
@@ -249,3 +259,10 @@ def test_what_is_no_program_is_not_written_over(tmp_path, where):
         write_files({"plan.json": "{}"}, tmp_path / where)
     assert listing(tmp_path) == ["notes"]
     assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("size", "parts"), [(10, 4), (3, 8), (0, 2), (128, 128), (7, 1)])
+def test_a_chunk_by_itself_is_the_one_among_all(size, parts):
+    starts, sizes = chunk_offsets(size, parts), chunk_sizes(size, parts)
+    found = [chunk_at(size, parts, rank) for rank in range(parts)]
+    assert found == list(zip(starts, sizes, strict=True))
