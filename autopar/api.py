@@ -18,12 +18,14 @@ from autopar.capture import capture, first_difference
 from autopar.codegen.program import write_files
 from autopar.compiler import PlanOptions, adopt_plan, plan_model
 from autopar.costs.clusters import parse_cluster
+from autopar.costs.profiles import Profile
 from autopar.errors import AutoparError, CaptureError, InputError, RuntimeFailure
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.precision import PRECISIONS
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import read_plan, write_plan
+from autopar.profiler.files import profile_for, read_profiles
 from autopar.runtime.agree import check_alike
 from autopar.runtime.data import as_mapping
 from autopar.runtime.deferred import InitTape
@@ -52,6 +54,7 @@ def parallelize(
     pins: Pins | None = None,
     memory_limit_bytes: int | None = None,
     time_limit_s: float = 120.0,
+    profile: Path | str | None = None,
     seed: int = 0,
     tape: InitTape | None = None,
 ) -> Parallel:
@@ -64,7 +67,8 @@ def parallelize(
     `(cls, {...})`, a function of the parameters, or an instance built on `model`, which is bound to
     the parallel parameters by name. `pins` are the command line's,
     `{"tensor": 2, "weight:head.weight": "S(0)"}`. Weights come from `model`; where it is on the
-    meta device they are initialised under `seed`, to the same values whatever the plan.
+    meta device they are initialised under `seed`, to the same values whatever the plan. `profile`
+    is a file of measured times that `autopar profile` or `autopar profiles` wrote.
 
     `precision` is `fp32`, `fp64`, `bf16` or `fp16`, by default what the model's parameters are in.
     In `bf16` and `fp16` the program computes as `model.to(dtype)` would, floating inputs cast, and
@@ -84,6 +88,7 @@ def parallelize(
             pins=_pin_pairs(pins or {}),
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
+            profile=None if profile is None else _profile(profile, cluster),
         ),
         plan=read_plan(plan) if isinstance(plan, (str, Path)) else plan,
         seed=seed,
@@ -92,6 +97,12 @@ def parallelize(
     if batch is not None:
         parallel.prepare(batch)
     return parallel
+
+
+def _profile(path: Path | str, cluster: Cluster | str) -> Profile:
+    """The measured times for a cluster. Raises InputError where the file has none."""
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    return profile_for(read_profiles(path), where, str(path))
 
 
 class Parallel:

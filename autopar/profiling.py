@@ -119,8 +119,8 @@ def profile_model(
             return ProfileReport(machine=machine, path=str(path), ops=Outcome())
         with Database(path, machine) as database:
             profiler = Profiler(database=database, limits=limits, progress=progress)
-            found = _links(profiler, ranks, cluster, device)
             ops = _ops(profiler, setting, device)
+            found = _links(profiler, ranks, cluster, device)
     return ProfileReport(machine=machine, path=str(path), ops=ops, links=found)
 
 

@@ -7,7 +7,9 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+import autopar
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.profiles import LinkKey, LinkRecord, Machine, OpRecord, Profile, Timing
 from autopar.errors import InputError
@@ -202,3 +204,12 @@ def test_the_summary_counts():
     text = profiles_table((replace(PROFILE, ops={**PROFILE.ops, late.key: late}),))
     assert "1 op: not tried: over the limit of 1 GiB" in text
     assert "A CPU, 4 cores, torch 2.13" in text and "all_reduce" in text and "1 op: Runtime" in text
+
+
+def test_parallelize_takes_a_profile(tmp_path):
+    path = tmp_path / "p.json"
+    write_profiles((PROFILE,), path)
+    parallel = autopar.parallelize(nn.Linear(2, 2), "local:4", profile=path)
+    assert parallel._options.profile == PROFILE
+    with pytest.raises(InputError, match=r"p\.json: holds times of cpu"):
+        autopar.parallelize(nn.Linear(2, 2), "8:h100-sxm", profile=path)

@@ -1,0 +1,339 @@
+"""Predicted against measured step time and peak memory of many plans, on local processes.
+
+python benchmarks/local.py --cluster local:4 [--models gpt llama mlp] [--most 24] [--json]
+
+Ops and collectives of every model are profiled first, into `--database`. Step times are the fastest
+of `--steps`, since whatever else runs on the machine only adds to them; memory is what tensors hold
+at the peak of one more step. The machine should be idle, with a core for every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar import profiling
+from autopar.capture import Captured, capture
+from autopar.compiler import (
+    Planned,
+    PlanOptions,
+    build_meta,
+    load_source,
+    plan_captured,
+    write_program,
+)
+from autopar.devices import measured_cluster
+from autopar.errors import AutoparError
+from autopar.ir.cluster import Cluster
+from autopar.jobs import Job, build, optimizer_class
+from autopar.plan.pipeline import rank_groups
+from autopar.plan.table import grid_text
+from autopar.plan.text import columns
+from autopar.profiler.files import profile_for, read_profiles
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.load import load_program
+from autopar.runtime.measure import state_bytes
+from autopar.runtime.parallel import ParallelModel
+from model_zoo.gpt import GPT, GPTConfig
+from model_zoo.llama import Llama, LlamaConfig
+from model_zoo.mlp import MLP
+
+SAMPLES, TOKENS, VOCAB = 8, 128, 512
+TAU, CLOSE, BELOW = 0.85, 0.05, 0.02
+"""Bars: Kendall's tau of step times; how far the chosen plan may be from the best measured one, and
+predicted memory from measured; how far predicted memory may be under it."""
+
+Pins = tuple[tuple[str, str], ...]
+
+
+def _tokens() -> dict[str, Tensor]:
+    return {key: torch.randint(0, VOCAB, (SAMPLES, TOKENS)) for key in ("input_ids", "labels")}
+
+
+def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A GPT of 4 layers of 256."""
+    return GPT(GPTConfig(layers=4, hidden=256, heads=8, vocab=VOCAB, seq_len=TOKENS)), _tokens()
+
+
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A Llama of 4 layers of 256, with grouped queries."""
+    config = LlamaConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=768, vocab=VOCAB)
+    return Llama(config), _tokens()
+
+
+def mlp() -> tuple[nn.Module, dict[str, Tensor]]:
+    """8 layers of 1024, and 256 samples."""
+    return MLP(8, 1024), {key: torch.randn(256, 1024) for key in ("x", "y")}
+
+
+MODELS = {"gpt": gpt, "llama": llama, "mlp": mlp}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One plan: what was predicted and what was measured."""
+
+    model: str
+    pins: str
+    grid: str
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: float
+    measured_bytes: float
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and count what there is after it."""
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _real(x)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if _real(x) and x.untyped_storage()._cdata not in before:
+                ref = StorageWeakRef(x.untyped_storage())
+                self._live[ref.cdata] = (ref, x.untyped_storage().nbytes())
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+        return result
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter)
+
+
+def measure_job(job: Job) -> tuple[float, float]:
+    """Seconds of the fastest step, and bytes at the peak of one more, on this rank."""
+    model, batch, _ = build(job)
+    cls = optimizer_class(job.optimizer)
+    parallel = ParallelModel(
+        load_program(job.folder),
+        model,
+        optimizer=(cls, dict(job.optimizer_kwargs)),
+        constants=job.constants,
+    )
+    del model
+    seconds = []
+    for _ in range(1 + job.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        parallel.train_step(batch)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    gc.collect()
+    with Peak() as peak:
+        parallel.train_step(batch)
+    held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
+    held.pop("gradients")  # made inside the step
+    parallel.world.close()
+    return min(seconds[1:]), float(sum(held.values()) + peak.peak_bytes)
+
+
+def pin_sets(devices: int) -> Iterator[Pins]:
+    """Degrees over all devices, each with few and many micro-batches, and with one thing more."""
+    degrees = [2**k for k in range(devices.bit_length())]
+    for pipeline, data in ((p, d) for p in degrees for d in degrees if devices % (p * d) == 0):
+        tensor = devices // (pipeline * data)
+        shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        fixed = tuple((key, str(value)) for key, value in shape.items())
+        many = 8 // data
+        plain = (("recompute", "none"),)
+        yield (*fixed, *plain, ("micro_batches", "1" if pipeline == 1 else "2"))
+        if many > 2:
+            yield (*fixed, *plain, ("micro_batches", str(many)))
+        yield (*fixed, ("recompute", "all"), ("micro_batches", str(min(2, many))))
+        if data > 1:
+            yield (*fixed, *plain, ("zero", "3"), ("micro_batches", "2"))
+        if pipeline > 1:
+            yield (*fixed, *plain, ("schedule", "gpipe"), ("micro_batches", str(many)))
+        if tensor > 1:
+            yield (*fixed, *plain, ("sequence", "on"), ("micro_batches", "2"))
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b: how alike two rankings are, 1 for the same; ties count for neither side."""
+    agree = ties_a = ties_b = 0
+    for (a, b), (c, d) in combinations(pairs, 2):
+        first, second = (a > c) - (a < c), (b > d) - (b < d)
+        agree += first * second
+        ties_a += first == 0
+        ties_b += second == 0
+    total = len(pairs) * (len(pairs) - 1) // 2
+    spread = sqrt((total - ties_a) * (total - ties_b))
+    return agree / spread if spread else 1.0
+
+
+def memory_bytes(planned: Planned) -> float:
+    """The predicted peak of tensors of the fullest rank: without the reserve."""
+    return max(
+        sum(f for stage in stages for name, f in stage.memory_bytes if name != "reserve")
+        for stages in rank_groups(planned.plan.stages)
+    )
+
+
+def runs(
+    name: str, captured: Captured, cluster: Cluster, options: PlanOptions, most: int, steps: int
+) -> Iterator[Run]:
+    """The plan that is chosen with nothing pinned, and those of the pin sets."""
+    pins: list[Pins] = [(), *list(pin_sets(cluster.num_devices))[:most]]
+    with WorkerPool(cluster.num_devices) as pool:
+        for chosen in pins:
+            text = ",".join("=".join(pin) for pin in chosen) or "chosen"
+            try:
+                planned = plan_captured(captured, cluster, replace(options, pins=chosen), name=name)
+            except AutoparError as error:
+                print(f"{name} {text}: {str(error)[:100]}", file=sys.stderr)
+                continue
+            measured = run(planned, name, pool, steps)
+            yield Run(
+                model=name,
+                pins=text,
+                grid=grid_text(planned.plan),
+                predicted_s=planned.plan.prediction.step_s,
+                measured_s=max(seconds for seconds, _ in measured),
+                predicted_bytes=memory_bytes(planned),
+                measured_bytes=max(nbytes for _, nbytes in measured),
+            )
+
+
+def run(planned: Planned, name: str, pool: WorkerPool, steps: int) -> list[tuple[float, float]]:
+    """Step seconds and peak bytes by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "program"
+        write_program(planned, target)
+        job = Job(
+            source=f"{Path(__file__).resolve()}:{name}",
+            seq_len=None,
+            folder=str(target),
+            dtype="float32",
+            samples=planned.plan.training.global_batch,
+            steps=steps,
+            constants=planned.captured.constants,
+        )
+        return pool.run(measure_job, job)
+
+
+def summary(found: Sequence[Run]) -> dict[str, Any]:
+    """The figures that the bars are for."""
+    steps = [(r.predicted_s, r.measured_s) for r in found]
+    models = sorted({r.model for r in found})
+    memory = [r.predicted_bytes / r.measured_bytes - 1 for r in found]
+    regret = {}
+    for name in models:
+        own = [r for r in found if r.model == name]
+        chosen = [r.measured_s for r in own if r.pins == "chosen"]
+        if chosen:
+            regret[name] = chosen[0] / min(r.measured_s for r in own) - 1
+    return {
+        "plans": len(found),
+        "tau": kendall_tau(steps),
+        "tau_by_model": {
+            name: kendall_tau([(r.predicted_s, r.measured_s) for r in found if r.model == name])
+            for name in models
+        },
+        "chosen_over_best": regret,
+        "memory_error_most": max(memory),
+        "memory_error_least": min(memory),
+        "memory_within": sum(-BELOW <= error <= CLOSE for error in memory) / len(memory),
+    }
+
+
+def text(found: Sequence[Run], figures: Mapping[str, Any]) -> str:
+    """A line per plan, then the figures beside their bars."""
+    rows = [
+        (
+            r.model,
+            r.grid,
+            r.pins if r.pins == "chosen" else r.pins.partition("tensor=")[2].partition(",")[2],
+            f"{1e3 * r.predicted_s:.1f}",
+            f"{1e3 * r.measured_s:.1f}",
+            f"{r.predicted_s / r.measured_s:.2f}",
+            f"{r.predicted_bytes / 2**20:.1f}",
+            f"{r.measured_bytes / 2**20:.1f}",
+            f"{r.predicted_bytes / r.measured_bytes:.2f}",
+        )
+        for r in found
+    ]
+    header = ("model", "grid", "pins", "ms predicted", "measured", "ratio")
+    header = (*header, "MiB predicted", "measured ", "ratio ")
+    by_model = ", ".join(f"{name} {tau:.2f}" for name, tau in figures["tau_by_model"].items())
+    chosen = ", ".join(f"{name} {over:+.1%}" for name, over in figures["chosen_over_best"].items())
+    least, largest = figures["memory_error_least"], figures["memory_error_most"]
+    return "\n".join(
+        [
+            columns(header, rows, left=3),
+            "",
+            f"Kendall's tau of step times over {figures['plans']} plans: {figures['tau']:.3f} "
+            f"(bar {TAU}); {by_model}",
+            f"chosen plan against the best measured: {chosen} (bar {CLOSE:+.0%})",
+            f"peak memory predicted against measured: {least:+.1%} to {largest:+.1%} (bars "
+            f"{-BELOW:+.0%} to {CLOSE:+.0%}), {figures['memory_within']:.0%} of plans within",
+        ]
+    )
+
+
+def main() -> None:
+    """Profile, plan, run, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", default="local:4")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--most", type=int, default=100, help="pin sets of each model to run")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--database", default="build/local.sqlite")
+    parser.add_argument("--budget", type=float, help="seconds of profiling for each model")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    cluster, found = measured_cluster(given.cluster), list[Run]()
+    for name in given.models:
+        spec = f"{Path(__file__).resolve()}:{name}"
+        options = PlanOptions(price_pins=False, time_limit_s=10.0)
+        report = profiling.profile_model(
+            spec,
+            None,
+            cluster,
+            options,
+            output=given.database,
+            limits=profiling.limits(None, 10.0, given.budget),
+            links=True,
+            progress=lambda what, done: None,
+        )
+        print(f"{name}: {report.text}", file=sys.stderr)
+        profile = profile_for(read_profiles(given.database), cluster, given.database)
+        model, batch, loss_fn = build_meta(load_source(spec), options)
+        captured = capture(model, batch, loss_fn=loss_fn)
+        options = replace(options, profile=profile)
+        for one in runs(name, captured, cluster, options, given.most, given.steps):
+            found.append(one)
+            figures = (one.predicted_s, one.measured_s, one.predicted_bytes, one.measured_bytes)
+            print(one.model, one.grid, one.pins, *figures, file=sys.stderr, flush=True)
+    result = summary(found)
+    data = {"runs": list(map(asdict, found)), **result}
+    print(json.dumps(data, indent=1) if given.json else text(found, result))
+
+
+if __name__ == "__main__":
+    main()
