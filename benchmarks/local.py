@@ -310,7 +310,7 @@ def main() -> None:
     cluster, found = measured_cluster(given.cluster), list[Run]()
     for name in given.models:
         spec = f"{Path(__file__).resolve()}:{name}"
-        options = PlanOptions(price_pins=False, time_limit_s=10.0)
+        options = PlanOptions(price_pins=False)
         report = profiling.profile_model(
             spec,
             None,
