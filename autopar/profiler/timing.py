@@ -32,13 +32,16 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The monotonic clock, for a CPU."""
+    """The clock of this thread, for an op on one thread of a CPU.
+
+    It stands still while other processes have the core, and is else the time that passes.
+    """
 
     def seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        """The result, and seconds of wall clock."""
-        started = time.perf_counter()
+        """The result, and seconds on the core."""
+        started = time.thread_time()
         result = run()
-        return result, time.perf_counter() - started
+        return result, time.thread_time() - started
 
 
 class EventClock:

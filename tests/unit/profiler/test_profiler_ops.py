@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from autopar.profiler.arguments import Arguments
 from autopar.profiler.database import Database, read_database
 from autopar.profiler.ops import needed_ops
 from autopar.profiler.run import NOT_TRIED, Limits, Profiler
-from autopar.profiler.timing import Stopwatch, timing_of
+from autopar.profiler.timing import HostClock, Stopwatch, timing_of
 from autopar.search import make_plan
 from autopar.search.pricer import Pricer
 
@@ -237,6 +238,10 @@ def test_experts_get_rows_that_add_up():
     assert arguments.inputs[2].tolist() == [3, 3, 2, 2]
     assert arguments.call().shape == (10, 16)
     assert Stopwatch(CPU).measure(item, 1.0).reason == ""
+
+
+def test_the_clock_of_a_cpu_stands_still_while_others_run():
+    assert HostClock().seconds(lambda: time.sleep(0.05))[1] < 0.04
 
 
 def test_medians_and_spread():
