@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import accumulate
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
 _ROUNDING = 1e-12
+_HALVINGS = 40
 
 
 def lower_bound(problem: PartitionProblem) -> float:
@@ -18,7 +21,8 @@ def lower_bound(problem: PartitionProblem) -> float:
     Blocks may be split at will and all stages' memory is pooled, at the fewest micro-batches in
     flight of any stage; the memory constraint is priced by its Lagrangian. With W the least total
     work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale), which is
-    what perfectly balanced stages take.
+    what perfectly balanced stages take. Whole blocks in their order cannot be balanced so well:
+    max T is also what the best cuts of the blocks at their least times leave.
     """
     problem = problem.scaled()
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
@@ -32,16 +36,10 @@ def lower_bound(problem: PartitionProblem) -> float:
         return math.inf
     scales = np.array(problem.time_scale)
     present = [options for options, n in zip(problem.classes, counts, strict=True) if n]
-    cuts = (
-        [problem.boundary_s[c - 1] for c in problem.fixed_cuts]
-        if problem.fixed_cuts is not None
-        else sorted(problem.boundary_s)[: stages - 1]
-    )
-    boundary = 2.0 * math.fsum(cuts)
+    boundary = least_cuts(problem)
     total = work * float(scales.min()) + boundary
-    longest_block = max(min(o.time_s for o in options) for options in present)
     spread = total if problem.boundary_in_max else work * float(scales.min())
-    bottleneck = max(spread / stages, longest_block * float(scales.min()))
+    bottleneck = max(spread / stages, least_bottleneck(problem) * float(scales.min()))
     if scales.min() > 0:
         bottleneck = max(bottleneck, work / float((1 / scales).sum()))
     least_sync = np.array([min(o.sync_s for o in options) for options in problem.classes])
@@ -71,3 +69,42 @@ def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> f
         total = float(counts @ np.array(least))
         best = max(best, total - multiplier * free - _ROUNDING * (total + multiplier * abs(free)))
     return best
+
+
+def least_bottleneck(problem: PartitionProblem) -> float:
+    """The least time of the longest stage, blocks at their least times, cuts anywhere or as fixed.
+
+    A limit under which too few runs of blocks cover the chain is raised by halving; the limit
+    returned is one that no cuts keep.
+    """
+    least = [min(o.time_s for o in options) for options in problem.classes]
+    sums = list(accumulate((least[kind] for kind in problem.blocks), initial=0.0))
+    if problem.fixed_cuts is not None:
+        return max(sums[run.stop] - sums[run.start] for run in problem.stages(problem.fixed_cuts))
+    low = max(sums[-1] / problem.num_stages, *(least[kind] for kind in problem.blocks))
+    low *= 1 - _ROUNDING
+    high = sums[-1]
+    if _reach(sums, low * (1 + _ROUNDING), problem.num_stages) == len(problem.blocks):
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _reach(sums, middle, problem.num_stages) == len(problem.blocks):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _reach(sums: list[float], limit: float, stages: int) -> int:
+    """How many blocks so many stages of at most `limit` each can hold from the first block on."""
+    done = 0
+    for _ in range(stages):
+        done = bisect_right(sums, sums[done] + limit) - 1
+    return done
+
+
+def least_cuts(problem: PartitionProblem) -> float:
+    """What the cuts add to the sum of stage times at least: each counts for both its stages."""
+    if problem.fixed_cuts is not None:
+        return 2.0 * math.fsum(problem.boundary_s[cut - 1] for cut in problem.fixed_cuts)
+    return 2.0 * math.fsum(sorted(problem.boundary_s)[: problem.num_stages - 1])

@@ -32,7 +32,9 @@ from autopar.search.state import (
     shared_choices,
     zero_choices,
 )
-from solvers.partition import lower_bound
+from solvers.backends import get_backend
+from solvers.partition import PartitionProblem, lower_bound
+from solvers.partition_relaxation import relaxed_bound
 from solvers.solution import Status
 
 Progress = Callable[[str, float | None], None]
@@ -43,8 +45,9 @@ _Entry = tuple[float, tuple[int, int, tuple[int, ...], int], Sharpness, Grid]
 when their turn comes."""
 
 PATIENCE = 48
-"""Grids solved in a row without a better plan after which the search ends. Unlike a limit on time,
-it ends in the same place on any machine."""
+"""Grids whose stages were solved, in a row without a better plan, after which the search of grids
+with the first schedule ends, and that of the others. Unlike a limit on time, it ends in the same
+place on any machine."""
 
 _TIE = 1e-9
 _MOST_FIXINGS = 8
@@ -124,6 +127,7 @@ class Planner:
         for choose in (self._by_first_schedule, self._by_other_schedules):
             queue = choose(candidates, first, seen)
             seen.total += len(queue)
+            seen.in_vain = 0
             left_s = self._drain(queue, seen, deadline)
             if left_s is not None:
                 seen.left_s = min(seen.left_s, left_s)
@@ -155,8 +159,10 @@ class Planner:
                 seen.unsolved += len(queue) + 1
                 return bound
             seen.looked_at += 1
-            seen.in_vain += 1
-            for staged in self._solve(grid, seen.limit_s):
+            found = self._solve(grid, seen)
+            first = next(found, None)
+            seen.in_vain += first is not None
+            for staged in () if first is None else (first, *found):
                 seen.add(staged)
         return None
 
@@ -187,7 +193,8 @@ class Planner:
         """What a grid whose solver ran out of time may still be found to take; inf if proven."""
         if staged.solution.status not in (Status.FEASIBLE, Status.TIME_LIMIT):
             return inf
-        return max(staged.solution.bound, self.bounds.sharded(staged.grid))
+        bounds = staged.solution.bound, lower_bound(staged.problem)
+        return max(*bounds, self.bounds.sharded(staged.grid))
 
     def _check_pins(self, candidates: Sequence[Grid]) -> None:
         """Raise InfeasiblePlan for a pin that would be honoured in name only."""
@@ -237,11 +244,32 @@ class Planner:
         heapq.heapify(queue)
         return queue
 
-    def _solve(self, grid: Grid, limit_s: float) -> Iterator[Staged]:
+    def _solve(self, grid: Grid, seen: _Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
 
-        Those that provably take `limit_s` or more are left out.
+        Those that provably do not beat the best of all that was `seen` are left out. Where stages
+        share ranks, which takes long to solve, only the way with the least bound that fits is
+        solved; what the others could still take is remembered as left.
         """
+        found = [
+            (self._relaxed(problem) if bound < seen.limit_s else bound, index, options, problem)
+            for index, (bound, options, problem) in enumerate(self._problems(grid))
+        ]
+        fits = False
+        for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
+            if seen.best is not None and bound >= seen.limit_s:
+                return
+            if fits and problem.shares_ranks:
+                seen.left_s = min(seen.left_s, bound)
+                return
+            staged = solve_stages(self.pricer, grid, options, problem, limit_s=seen.limit_s)
+            fits = staged.solution.status.has_solution
+            yield staged
+
+    def _problems(
+        self, grid: Grid
+    ) -> Iterator[tuple[float, dict[int, tuple[ClassOption, ...]], PartitionProblem]]:
+        """A bound and the problem for every way to lay parameters that several blocks share."""
         for fixed, shared in product(self._fixings(grid), self._shared_zeros(grid)):
             options = {
                 c.index: self._class_options(grid, c.index, fixed, shared)
@@ -249,8 +277,10 @@ class Planner:
             }
             if all(options.values()):
                 problem = partition_problem(self.pricer, grid, options, self.bounds.weights(grid))
-                if limit_s == inf or lower_bound(problem) < limit_s:
-                    yield solve_stages(self.pricer, grid, options, problem, limit_s=limit_s)
+                yield lower_bound(problem), options, problem
+
+    def _relaxed(self, problem: PartitionProblem) -> float:
+        return relaxed_bound(problem, get_backend(self.setting.backend))
 
     def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
         """The ZeRO choices for the parameters that several blocks read, which must agree."""

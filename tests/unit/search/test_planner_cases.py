@@ -900,6 +900,10 @@ def test_the_simulated_step_is_within_the_bounds_of_the_closed_form(planned):
     tails = [dict(s.time_s)["gradient_sync"] + dict(s.time_s)["optimizer"] for s in found.stages]
     step = found.prediction.step_s
     assert step >= flush_step_lower_bound_s(times, count) * (1 - 1e-9)
+    assert found.certificate.bound_s <= found.certificate.objective_s
+    if found.schedule not in PERIODS:  # splits its backwards; no closed form has their sends
+        assert found.certificate.objective_s == pytest.approx(step, rel=0.05)
+        return
     period = PERIODS[found.schedule](times)
     longest = max((*times.forward_s, *times.send_forward_s)) + max(
         (*times.backward_s, *times.send_backward_s)
@@ -910,4 +914,3 @@ def test_the_simulated_step_is_within_the_bounds_of_the_closed_form(planned):
     sends = 2 * (sum(times.send_forward_s) + sum(times.send_backward_s))
     assert found.certificate.objective_s <= step + count * sends + max(tails)
     assert found.certificate.objective_s >= step - above - sends - max(tails)
-    assert found.certificate.bound_s <= found.certificate.objective_s

@@ -1,0 +1,97 @@
+"""A sharp lower bound on a partition problem: its linear relaxation, stage by stage."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import pulp
+
+from solvers.backends import Backend
+from solvers.partition_bound import least_bottleneck, least_cuts, lower_bound
+from solvers.partition_problem import PartitionProblem
+from solvers.solution import CAPACITY_TOLERANCE, Status
+
+_SLACK = 1e-6
+
+
+def relaxed_bound(
+    problem: PartitionProblem, backend: Backend, *, time_limit_s: float = 10.0
+) -> float:
+    """A lower bound on the objective, never below `lower_bound`; inf where nothing fits.
+
+    Blocks may be split and stages take any of them, but every stage keeps to its own memory, with
+    its own number of micro-batches in flight, and no stage may be longer than the longest. A first
+    or last block that is alone of its class stays in the first or last stage.
+    """
+    cheap = lower_bound(problem)
+    if math.isinf(cheap):
+        return cheap
+    scaled = problem.scaled()
+    model = _model(scaled)
+    result = backend.solve(model, time_limit_s=time_limit_s, gap=0.0, relax=True)
+    if result.status is Status.INFEASIBLE:
+        return math.inf
+    bound = result.bound + least_cuts(scaled)
+    return max(cheap, bound * (1 - _SLACK)) if math.isfinite(bound) else cheap
+
+
+def _model(problem: PartitionProblem) -> pulp.LpProblem:
+    """How many blocks of a class run by which option on which stage, in parts."""
+    model = pulp.LpProblem("stages", pulp.LpMinimize)
+    longest = pulp.LpVariable(
+        "longest", lowBound=min(problem.time_scale) * least_bottleneck(problem)
+    )
+    sync = pulp.LpVariable("sync", lowBound=0.0)
+    counts = Counter(problem.blocks)
+    work: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
+    held: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
+    once: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
+    for kind, count in sorted(counts.items()):
+        parts = []
+        for option, values in enumerate(problem.classes[kind]):
+            for stage in _stages(problem, kind, count):
+                part = pulp.LpVariable(f"n_{kind}_{option}_{stage}", lowBound=0.0)
+                parts.append(part)
+                work[stage].append((part, problem.time_scale[stage] * values.time_s))
+                saved = problem.in_flight[stage] * values.saved_bytes
+                held[stage].append((part, values.static_bytes + saved))
+                once[stage].append((part, values.sync_s))
+        model += pulp.lpSum(parts) == count
+    for terms in work:
+        model += pulp.LpAffineExpression(terms) <= longest
+    for stages in problem.rank_stages():
+        used = [term for stage in stages for term in held[stage]]
+        unit = max(1.0, problem.capacity_bytes[stages[0]])
+        model += (
+            pulp.LpAffineExpression([(part, nbytes / unit) for part, nbytes in used])
+            <= _free_bytes(problem, stages) / unit
+        )
+        model += pulp.LpAffineExpression([t for stage in stages for t in once[stage]]) <= sync
+    model.setObjective(
+        pulp.LpAffineExpression([term for terms in work for term in terms])
+        + problem.bottleneck_weight * longest
+        + sync
+    )
+    return model
+
+
+def _stages(problem: PartitionProblem, kind: int, count: int) -> Iterator[int]:
+    """The stages on which blocks of a class may run."""
+    first, last = problem.blocks[0], problem.blocks[-1]
+    if count == 1 and kind == first:
+        yield 0
+    elif count == 1 and kind == last:
+        yield problem.num_stages - 1
+    else:
+        yield from range(problem.num_stages)
+
+
+def _free_bytes(problem: PartitionProblem, stages: list[int]) -> float:
+    """What a rank has for its stages' blocks, beside the least that one of them needs to run."""
+    capacity = problem.capacity_bytes[stages[0]] * (1 + CAPACITY_TOLERANCE)
+    running = min(
+        option.transient_bytes for kind in set(problem.blocks) for option in problem.classes[kind]
+    )
+    return capacity - sum(problem.stage_fixed_bytes[k] for k in stages) - running
