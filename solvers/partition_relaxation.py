@@ -14,6 +14,7 @@ from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE, Status
 
 _SLACK = 1e-6
+_Terms = list[tuple[pulp.LpVariable, float]]
 
 
 def relaxed_bound(
@@ -40,19 +41,18 @@ def relaxed_bound(
 def _model(problem: PartitionProblem) -> pulp.LpProblem:
     """How many blocks of a class run by which option on which stage, in parts."""
     model = pulp.LpProblem("stages", pulp.LpMinimize)
-    longest = pulp.LpVariable(
-        "longest", lowBound=min(problem.time_scale) * least_bottleneck(problem)
-    )
-    sync = pulp.LpVariable("sync", lowBound=0.0)
+    least_s = min(problem.time_scale) * least_bottleneck(problem)
+    longest = model.add_variable("longest", lowBound=least_s)
+    sync = model.add_variable("sync", lowBound=0.0)
     counts = Counter(problem.blocks)
-    work: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
-    held: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
-    once: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(problem.num_stages)]
+    work: list[_Terms] = [[] for _ in range(problem.num_stages)]
+    held: list[_Terms] = [[] for _ in range(problem.num_stages)]
+    once: list[_Terms] = [[] for _ in range(problem.num_stages)]
     for kind, count in sorted(counts.items()):
         parts = []
         for option, values in enumerate(problem.classes[kind]):
             for stage in _stages(problem, kind, count):
-                part = pulp.LpVariable(f"n_{kind}_{option}_{stage}", lowBound=0.0)
+                part = model.add_variable(f"n_{kind}_{option}_{stage}", lowBound=0.0)
                 parts.append(part)
                 work[stage].append((part, problem.time_scale[stage] * values.time_s))
                 saved = problem.in_flight[stage] * values.saved_bytes

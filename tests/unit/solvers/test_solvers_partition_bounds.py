@@ -1,0 +1,76 @@
+"""Lower bounds: below the exhaustive answer on random problems, and as sharp as they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from solvers.backends import get_backend
+from solvers.brute_force import best_partition
+from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition_relaxation import relaxed_bound
+from solvers.random_problems import random_partition_problem, random_shared_problem
+
+HIGHS = get_backend("highs")
+
+
+@pytest.mark.parametrize("make", [random_partition_problem, random_shared_problem])
+def test_no_partition_is_below_the_bounds(make):
+    sharper = 0
+    for seed in range(60):
+        problem = make(np.random.default_rng(seed))
+        best, cheap = best_partition(problem), lower_bound(problem)
+        relaxed = relaxed_bound(problem, HIGHS)
+        assert cheap <= relaxed <= best * (1 + 1e-9)
+        sharper += relaxed > cheap * (1 + 1e-6)
+    assert sharper > 10
+
+
+def chain(blocks, stages, *options, **fields):
+    return PartitionProblem(
+        blocks=(0,) * blocks,
+        classes=(options,),
+        num_stages=stages,
+        in_flight=fields.pop("in_flight", (1,) * stages),
+        capacity_bytes=fields.pop("capacity", (100.0,) * stages),
+        num_micro_batches=fields.pop("micro_batches", 11),
+        **fields,
+    )
+
+
+def test_whole_blocks_cannot_be_shared_out_evenly():
+    one = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=0.0)
+    # of 7 blocks some stage of 3 has three
+    assert lower_bound(chain(7, 3, one)) == pytest.approx(7 + 10 * 3)
+    assert best_partition(chain(7, 3, one)) == pytest.approx(7 + 10 * 3)
+    # cuts that are given leave a longer one
+    assert lower_bound(chain(7, 3, one, fixed_cuts=(1, 2))) == pytest.approx(7 + 10 * 5)
+
+
+def test_blocks_of_two_lengths_keep_their_order():
+    slow, fast = (BlockOption(time_s=t, static_bytes=0.0, saved_bytes=0.0) for t in (3.0, 1.0))
+    problem = dataclasses.replace(
+        chain(4, 2, fast), blocks=(0, 1, 1, 0), classes=((fast,), (slow,))
+    )
+    assert lower_bound(problem) == pytest.approx(8 + 10 * 4)
+
+
+def test_a_stage_that_holds_more_micro_batches_runs_the_leaner_way():
+    """Pooled memory would do with the fast way alone; the first stage, by itself, cannot."""
+    fast = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=20.0)
+    lean = BlockOption(time_s=2.0, static_bytes=0.0, saved_bytes=1.0)
+    problem = chain(4, 4, fast, lean, in_flight=(6, 3, 2, 1), capacity=(60.0,) * 4)
+    assert lower_bound(problem) == pytest.approx(4 + 10 * 1)
+    exact = best_partition(problem)
+    assert lower_bound(problem) < relaxed_bound(problem, HIGHS) <= exact == 5 + 10 * 2
+
+
+def test_what_fits_no_stage_has_no_bound():
+    wide = BlockOption(time_s=1.0, static_bytes=70.0, saved_bytes=0.0, transient_bytes=40.0)
+    problem = chain(2, 2, wide)
+    assert math.isinf(best_partition(problem))
+    assert lower_bound(problem) < math.inf
+    assert math.isinf(relaxed_bound(problem, HIGHS))
