@@ -885,9 +885,12 @@ def local_numel(found, parameter):
 
 def stage_times(found):
     terms = [dict(stage.time_s) for stage in found.stages]
+    splits = SCHEDULES[found.schedule].splits_backward
     return StageTimes(
         forward_s=tuple(t["forward"] for t in terms),
         backward_s=tuple(t["backward"] for t in terms),
+        backward_input_s=tuple(t["backward"] - t["backward_weight"] for t in terms if splits),
+        backward_weight_s=tuple(t["backward_weight"] for t in terms if splits),
         send_forward_s=tuple(t["send_forward"] for t in terms[:-1]),
         send_backward_s=tuple(t["send_backward"] for t in terms[1:]),
     )
