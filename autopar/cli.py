@@ -217,7 +217,7 @@ def _limits(parser: argparse.ArgumentParser) -> None:
         "--size-limit",
         metavar="GIB",
         type=_positive,
-        help="leave out ops whose tensors and gradients need more (default: half of free memory)",
+        help="leave out ops whose tensors and gradients need more (default: half of the memory)",
     )
     add("--no-links", action="store_true", help="measure ops alone, no collectives")
 

@@ -66,15 +66,17 @@ def profile(options: Namespace) -> int:
     from autopar import profiling
 
     request = _plan_options(options)
-    limits = profiling.limits(options.size_limit, options.op_limit, options.budget)
     with progress(timed=True) as report:
+        cluster = _cluster(options, report)
         result = profiling.profile_model(
             options.model,
             options.seq_len,
-            _cluster(options, report),
+            cluster,
             request,
             output=options.output,
-            limits=limits,
+            limits=profiling.limits_for(
+                cluster, options.size_limit, options.op_limit, options.budget
+            ),
             links=not options.no_links,
             progress=report,
         )

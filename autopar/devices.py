@@ -118,15 +118,6 @@ def this_machine() -> Machine:
     )
 
 
-def free_bytes() -> int:
-    """Memory of the device at hand that nobody uses."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
 def profile_path() -> Path:
     """The database of measurements that runs and models share."""
     return _cache_folder() / "profile.sqlite"

@@ -14,7 +14,7 @@ import torch
 
 from autopar.compiler import PlanOptions, load_source, source_setting
 from autopar.costs.profiles import Machine
-from autopar.devices import free_bytes, profile_path, this_machine
+from autopar.devices import profile_path, this_machine
 from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.text import plural
@@ -32,16 +32,19 @@ Progress = Callable[[str, float | None], None]
 _GIB = 2**30
 _SHOWN = 5
 _LINK_TIMEOUT_S = 300.0
+_START = "not measured; start autopar with torchrun on {} ranks, one for each GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
-    """What a run of the profiler did. `links` is empty where none were asked for."""
+    """What a run of the profiler did. `links` is empty where none were asked for, `note` says why
+    none could be measured."""
 
     machine: Machine
     path: str
     ops: Outcome
     links: Outcome = field(default_factory=Outcome)
+    note: str = ""
 
     @property
     def text(self) -> str:
@@ -52,6 +55,8 @@ class ProfileReport:
             lines.append(f"  and {len(self.ops.reasons) - _SHOWN} more; 'autopar profiles' counts")
         if self.links.wanted:
             lines.append(_line("collective", self.links))
+        if self.note:
+            lines.append(self.note)
         if self.ops.left or self.links.left:
             lines.append("the budget is spent: run the same command again for the rest")
         return "\n".join([*lines, f"kept in {self.path}"])
@@ -64,6 +69,7 @@ class ProfileReport:
             "output": self.path,
             "ops": _counts(self.ops),
             "links": _counts(self.links),
+            "note": self.note,
         }
 
 
@@ -84,9 +90,15 @@ def _counts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def limits(size_gib: float | None, op_s: float, budget_s: float | None) -> Limits:
-    """The limits asked for; by default half of the device's free memory."""
-    nbytes = free_bytes() // 2 if size_gib is None else int(size_gib * _GIB)
+def limits_for(
+    cluster: Cluster,
+    size_gib: float | None = None,
+    op_s: float = 10.0,
+    budget_s: float | None = None,
+) -> Limits:
+    """The limits asked for; by default ops may take half of a device's memory."""
+    half_gib = min(group.device.memory_bytes for group in cluster.groups) / 2 / _GIB
+    nbytes = int((half_gib if size_gib is None else size_gib) * _GIB)
     return Limits(nbytes=nbytes, op_s=op_s, budget_s=budget_s)
 
 
@@ -110,7 +122,10 @@ def profile_model(
     machine = this_machine()
     _check_device(machine, cluster)
     path = Path(output) if output else profile_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot make its folder: {error.strerror}") from None
     setting = source_setting(load_source(model, seq_len=seq_len), cluster, options, progress)
     device = torch.device(machine.kind)
     with _threads(1), _interruptible(path), _ranks(cluster, machine, links) as ranks:
@@ -121,7 +136,9 @@ def profile_model(
             profiler = Profiler(database=database, limits=limits, progress=progress)
             ops = _ops(profiler, setting, device)
             found = _links(profiler, ranks, cluster, device)
-    return ProfileReport(machine=machine, path=str(path), ops=ops, links=found)
+    unasked = not links or ranks is not None or cluster.num_devices == 1
+    note = "" if unasked else f"collectives: {_START.format(cluster.num_devices)}"
+    return ProfileReport(machine=machine, path=str(path), ops=ops, links=found, note=note)
 
 
 def _ops(profiler: Profiler, setting: Setting, device: torch.device) -> Outcome:

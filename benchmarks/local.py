@@ -317,7 +317,7 @@ def main() -> None:
             cluster,
             options,
             output=given.database,
-            limits=profiling.limits(None, 10.0, given.budget),
+            limits=profiling.limits_for(cluster, budget_s=given.budget),
             links=True,
             progress=lambda what, done: None,
         )

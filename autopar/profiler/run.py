@@ -12,6 +12,7 @@ import torch
 from autopar.costs.compute import op_time
 from autopar.costs.local_op import LocalOp
 from autopar.costs.profiles import LinkRecord, OpRecord
+from autopar.errors import RuntimeFailure
 from autopar.ir.cluster import DeviceSpec
 from autopar.profiler.database import Database
 from autopar.profiler.links import GroupRequest, measure_group
@@ -176,4 +177,7 @@ class Profiler:
             for key in request.keys:
                 self.database.release_link(key)
             raise
+        except RuntimeFailure as failure:
+            reason = str(failure).strip().splitlines()[-1]
+            return [LinkRecord(key=key, reason=reason) for key in request.keys]
         return records

@@ -14,9 +14,11 @@ from autopar.costs.clusters import parse_cluster
 from autopar.costs.compute import op_time
 from autopar.costs.local_op import SLOT, LocalOp, StoredDim
 from autopar.costs.profiles import Machine, OpRecord, Profile
+from autopar.errors import RuntimeFailure
 from autopar.ir.graph import Ref
 from autopar.profiler.arguments import Arguments
 from autopar.profiler.database import Database, read_database
+from autopar.profiler.links import group_requests
 from autopar.profiler.ops import needed_ops
 from autopar.profiler.run import NOT_TRIED, Limits, Profiler
 from autopar.profiler.timing import HostClock, Stopwatch, timing_of
@@ -238,6 +240,20 @@ def test_experts_get_rows_that_add_up():
     assert arguments.inputs[2].tolist() == [3, 3, 2, 2]
     assert arguments.call().shape == (10, 16)
     assert Stopwatch(CPU).measure(item, 1.0).reason == ""
+
+
+def test_a_group_that_fails_has_the_reason(tmp_path):
+    class Broken:
+        def run(self, fn, *args):
+            raise RuntimeFailure("rank 1 of 2 failed: Traceback\n  File ...\nValueError: no route")
+
+    (request, *_) = group_requests(CLUSTER, (1024,))
+    with Database(tmp_path / "p.sqlite", MACHINE) as database:
+        profiler = Profiler(database=database, limits=NO_LIMITS)
+        outcome = profiler.links([request], Broken(), CPU)
+        assert outcome.measured == 0 and len(outcome.reasons) == len(request.keys) == 4
+        assert {reason for _, reason in outcome.reasons} == {"ValueError: no route"}
+        assert profiler.links([request], Broken(), CPU).known == 4
 
 
 def test_the_clock_of_a_cpu_stands_still_while_others_run():
