@@ -35,9 +35,14 @@ def named(
 
     for node in nodes:
         args, kwargs = tuple(map(arg, node.args)), tuple((k, arg(v)) for k, v in node.kwargs)
-        name = new[node.name] = names.new(_NUMBER.sub("", node.name))
+        name = new[node.name] = names.new(_base(node.name))
         made.append(replace(node, name=name, args=args, kwargs=kwargs))
     return made, [Ref(new.get(ref.name, ref.name), ref.index) for ref in outputs]
+
+
+def _base(name: str) -> str:
+    """The op that a traced name is of: `div__1` is the second `div_`."""
+    return _NUMBER.sub("", name).rstrip("_") or "op"
 
 
 class Names:

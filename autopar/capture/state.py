@@ -14,6 +14,7 @@ import logging
 import random
 import re
 import sys
+import threading
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from typing import Any
@@ -30,8 +31,11 @@ _IMPURE = frozenset(["random", "secrets", "time", "datetime", "uuid", "numpy.ran
 _REFLECTION = frozenset(["globals", "exec", "eval", "__import__"])
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_OPAQUE = (logging.Logger, logging.LoggerAdapter, re.Pattern, types.ModuleType)
-"""Objects that are only ever compared by identity."""
+_OPAQUE = (
+    *(logging.Logger, logging.LoggerAdapter, logging.Handler, re.Pattern, types.ModuleType),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
+"""Objects that are only ever compared by identity: what is in them is no business of a forward."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
@@ -81,11 +85,9 @@ class Keys:
         if isinstance(value, type):
             self.classes[id(value)] = value
             return ("class", id(value))
-        if isinstance(value, nn.Module):
-            if id(value) not in self._positions:
-                raise Unprovable("a module outside of the one that is called")
+        if id(value) in self._positions:
             return ("module", self._positions[id(value)])
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, _OPAQUE) or type(value) is object:
             return ("same", id(value))
         if isinstance(value, (torch.Tensor, torch.Generator)):
             raise Unprovable(f"a {type(value).__name__} that is no parameter or buffer")
@@ -157,7 +159,6 @@ def _is_plain(cls: type) -> bool:
         and bool(cls.__flags__ & (1 << 9))  # made by a class statement or as a heap type
         and cls.__itemsize__ == 0
         and cls.__basicsize__ <= object.__basicsize__ + 8 * spare
-        and not is_trusted(cls)
     )
 
 
@@ -182,6 +183,9 @@ Entry = tuple[Mapping[Any, Any], Any, object, Hashable]
 """A namespace, a name in it, the value it had, and its key (None: compared by identity)."""
 
 
+_MISSING = object()
+
+
 class Surroundings:
     """What a set of functions can read besides arguments: globals, closures, defaults.
 
@@ -203,10 +207,9 @@ class Surroundings:
     def changed(self) -> bool:
         """Whether anything is not as it was."""
         keys = Keys()
-        missing = object()
         for namespace, name, value, key in self._entries:
-            now = namespace.get(name, missing)
-            if now is not value and (key is None or now is missing):
+            now = namespace.get(name, _MISSING)
+            if now is not value and (key is None or now is _MISSING):
                 return True
             if key is not None:
                 try:
@@ -240,8 +243,12 @@ class Surroundings:
         if id(function) in self._functions or is_trusted(function):
             return
         self._functions[id(function)] = function
-        names = set(_names(function.__code__))
+        codes = list(_codes(function.__code__))
+        names = {name for code in codes for name in code.co_names}
         self._names |= names
+        for name in {name for code in codes for name in _set_globals(code)}:
+            if name not in function.__globals__:
+                self._entries.append((function.__globals__, name, _MISSING, None))
         for name in sorted(names):
             if name in function.__globals__:
                 self._watch(function.__globals__, name, function.__globals__, names)
@@ -319,20 +326,22 @@ def is_descriptor_of_instances(value: object) -> bool:
     return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
-_STORE_GLOBAL = {"STORE_GLOBAL", "DELETE_GLOBAL"}
+_STORES = frozenset(["STORE_GLOBAL", "DELETE_GLOBAL"])
+_STORE_CODES = {dis.opmap[name] for name in _STORES}
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that a function and those in it read. Raises Unprovable where it sets a global."""
-    numbers = {dis.opmap[name] for name in _STORE_GLOBAL}
-    if numbers & set(code.co_code[::2]) and any(
-        item.opname in _STORE_GLOBAL for item in dis.get_instructions(code)
-    ):
-        raise Unprovable(f"{code.co_qualname} sets a global")
-    yield from code.co_names
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
+
+
+def _set_globals(code: types.CodeType) -> Iterator[str]:
+    """The globals that a function sets."""
+    if _STORE_CODES & set(code.co_code[::2]):
+        yield from (i.argval for i in dis.get_instructions(code) if i.opname in _STORES)
 
 
 __all__ = ["Keys", "Surroundings", "Unprovable", "is_trusted"]

@@ -43,6 +43,16 @@ def t5(layers: int) -> nn.Module:
     )
 
 
+def mixtral(layers: int) -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "use_cache": False},
+            **{"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"num_local_experts": 4, "experts_implementation": "grouped_mm"},
+        )
+    )
+
+
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_hugging_face_decoders(build):
     model = build(3)
@@ -108,12 +118,19 @@ def test_zoo_models_are_the_same_when_every_layer_is_traced(name):
 
 @pytest.mark.parametrize(
     "build",
-    [llama, partial(llama, use_cache=False), gpt2, t5],
-    ids=["cached", "llama", "gpt2", "t5"],
+    [llama, partial(llama, use_cache=False), gpt2, t5, mixtral],
+    ids=["cached", "llama", "gpt2", "t5", "mixtral"],
 )
 def test_hugging_face_models_are_the_same_when_every_layer_is_traced(build):
     model = build(3)
     assert capture(model, BATCH).graph == capture(model, BATCH, every_call=True).graph
+
+
+def test_a_hugging_face_layer_is_traced_once(monkeypatch):
+    forward, count = nn.Linear.forward, []
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: count.append(1) or forward(self, x))
+    capture(llama(4, use_cache=False), BATCH)
+    assert len(count) == 7 + 1  # of one layer, and the head
 
 
 @pytest.mark.slow
