@@ -446,6 +446,28 @@ def test_a_setting_changed_between_calls_is_seen(traces):
     assert both(lambda: Stack(Reading, rising), traces)[1] == 2
 
 
+def test_what_a_call_leaves_is_seen_though_it_is_put_back(traces):
+    def resetting(stack, i, layer, x):
+        COUNTS[0] = 0
+        return layer(x) * COUNTS[0]
+
+    graph, count = both(lambda: Stack(CountsGlobally, resetting), traces)
+    assert count == EVERY
+    factors = {n.args[1] for n in graph.nodes if n.op == "aten.mul" and isinstance(n.args[1], int)}
+    assert factors == {1}
+
+
+def test_the_same_tensor_is_told_from_a_view_of_it(traces):
+    class Compares(Layer):
+        def before(self, x, y):
+            return x * (2 if y is x else 3)
+
+    def call(stack, i, layer, x):
+        return layer(x, x if i in (4, 5) else x.view_as(x))
+
+    assert both(lambda: Stack(Compares, call), traces)[1] == 2
+
+
 class Returns(Layer):
     """A dict with a tensor that the layer makes, one it was given, one none, one unused."""
 
