@@ -2,7 +2,9 @@
 
 Alpha-beta per level of links: a collective over n ranks takes 1 + log2(n) steps of the link's
 latency (one to start, then a tree) plus what a ring moves over the link's bandwidth (Thakur et al.
-2005; the "bus bandwidth" of nccl-tests). Bytes are those of `ir.collective.Collective`: the whole
+2005; the "bus bandwidth" of nccl-tests). Small messages take the latency alone; larger ones are cut
+into chunks that have to fill every step's buffers before the last arrives, which takes up to `FILL`
+latencies more. Bytes are those of `ir.collective.Collective`: the whole
 tensor of an all-reduce, all-gather or reduce-scatter, one rank's buffer of an all-to-all, the
 message of a send.
 """
@@ -28,6 +30,14 @@ RING_PASSES: dict[CollectiveOp, int] = {
 """How often (n - 1) / n of the bytes pass each link. A send passes all of its bytes once."""
 
 
+FILL = 2.5
+"""Latencies more that a step takes for a message much longer than `FILL_BYTES`."""
+
+FILL_BYTES = 4e6
+"""Bytes of a message for half of them. Both are fitted to nccl-tests: `benchmarks/collectives.py`
+lists the sources and how far off the times are."""
+
+
 class CollectiveModel(Protocol):
     """What the planner asks for: the time of a collective over one mesh axis."""
 
@@ -41,9 +51,14 @@ def collective_time_s(op: CollectiveOp, nbytes: float, group_size: int, link: Li
     if group_size == 1:
         return 0.0
     if op is CollectiveOp.SEND_RECV:
-        return link.latency_s + nbytes / link.bandwidth_bytes_s
+        return step_s(link, nbytes) + nbytes / link.bandwidth_bytes_s
     moved_bytes = RING_PASSES[op] * (group_size - 1) / group_size * nbytes
-    return _steps(group_size) * link.latency_s + moved_bytes / link.bandwidth_bytes_s
+    return _steps(group_size) * step_s(link, nbytes) + moved_bytes / link.bandwidth_bytes_s
+
+
+def step_s(link: LinkLevel, nbytes: float) -> float:
+    """Seconds of one step of a collective on `nbytes` besides moving them."""
+    return link.latency_s * (1 + FILL * nbytes / (nbytes + FILL_BYTES))
 
 
 def _steps(group_size: int) -> float:
@@ -123,7 +138,7 @@ def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) 
             moved_bytes = nbytes * inner * (hop.size - 1) / ranks
         else:
             moved_bytes = RING_PASSES[op] * (hop.size - 1) / hop.size * nbytes / inner
-        latency_s += _steps(hop.size) * hop.link.latency_s
+        latency_s += _steps(hop.size) * step_s(hop.link, nbytes)
         transfer_s = max(transfer_s, moved_bytes / hop.link.bandwidth_bytes_s)
         inner *= hop.size
     return latency_s + transfer_s

@@ -5,12 +5,12 @@
 The efficiency of a matrix product falls smoothly with its dims and its total work:
 
     efficiency = t / (t / best + ramp),  t = flops / peak
-    best = device.matmul_efficiency * shape(m, n, k) / shape(8192, 8192, 8192)
+    best = device.matmul_efficiency * sustained * shape(m, n, k) / shape(8192, 8192, 8192)
     shape = s(m) s(n) s(k),  s(x) = x / (x + half)
 
-so that a product of 8192-cubes runs at the efficiency the device was measured at. `half` and
-`ramp` are set by eye to published cuBLAS sweeps (about a third of the peak at 1024-cubes and more
-than half at 2048-cubes on H100-class devices), not fitted; a profile replaces them.
+so that a product of 8192-cubes runs at the efficiency the device was measured at, less what it
+loses when it is busy for hours (power, clocks). The constants are fitted to published training runs
+(`costs.calibration`) for the devices that there are enough of; a profile replaces them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
+from autopar.costs.calibration import curve_of
 from autopar.costs.flops import Contraction, attention_contractions, contraction, op_flops
 from autopar.costs.local_op import LocalOp
 from autopar.costs.narrow import cast_traffic, is_linear
@@ -32,31 +33,6 @@ REFERENCE_DIM = 8192
 VECTOR_EFFICIENCY = 0.5
 """Share of the float32 peak that pointwise arithmetic reaches."""
 
-FUSED_ATTENTION_EFFICIENCY = 0.6
-"""Share of the peak of fused attention on long sequences: 0.5 to 0.73 on A100 (Dao,
-FlashAttention-2, 2023, figure 4), 0.35 to 0.75 on H100 (FlashAttention-3, 2024, figure 5)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EfficiencyCurve:
-    """How a kind of device loses efficiency on small work.
-
-    A dim of `half_dim` halves it; `ramp_s` is the time a kernel needs to fill and drain the device;
-    `memory` is the share of the bandwidth that kernels reach.
-    """
-
-    half_dim: float
-    ramp_s: float
-    memory: float
-
-
-CURVES: dict[str, EfficiencyCurve] = {
-    "cuda": EfficiencyCurve(half_dim=128.0, ramp_s=2e-6, memory=0.8),
-    "cpu": EfficiencyCurve(half_dim=32.0, ramp_s=1e-6, memory=1.0),
-}
-"""By `DeviceSpec.kind`; other kinds are taken like `cuda`. A CPU's bandwidth is measured, and so
-has its efficiency in it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpTime:
@@ -67,20 +43,17 @@ class OpTime:
     source: TimeSource = TimeSource.MODELLED
 
 
-def curve_of(device: DeviceSpec) -> EfficiencyCurve:
-    """The efficiency curve of a device's kind."""
-    return CURVES.get(device.kind, CURVES["cuda"])
-
-
 def matmul_efficiency(product: Contraction, dtype: str, device: DeviceSpec) -> float:
     """Share of the peak that a matrix product reaches; see the module docstring."""
-    half = curve_of(device).half_dim
+    curve = curve_of(device)
+    half = curve.half_dim
 
     def shape(*dims: float) -> float:
         return prod(dim / (dim + half) for dim in dims)
 
     cube = shape(REFERENCE_DIM, REFERENCE_DIM, REFERENCE_DIM)
-    best = device.matmul_efficiency * shape(product.m / product.groups, product.n, product.k) / cube
+    best = device.matmul_efficiency * curve.sustained
+    best *= shape(product.m / product.groups, product.n, product.k) / cube
     return _with_ramp(min(1.0, best), product.flops, dtype, device)
 
 
@@ -96,7 +69,7 @@ def attention_efficiency(op: LocalOp, device: DeviceSpec) -> float:
     if kernel != FUSED:
         return matmul_efficiency(attention_contractions(op)[0], op.input_dtypes[0], device)
     flops = op_flops(op).forward_flops
-    return _with_ramp(FUSED_ATTENTION_EFFICIENCY, flops, op.input_dtypes[0], device)
+    return _with_ramp(curve_of(device).attention, flops, op.input_dtypes[0], device)
 
 
 def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:
@@ -117,7 +90,7 @@ def op_time(
     fewer marks to split it (backward for input, backward for weight).
     """
     flops, traffic = op_flops(op), op_traffic(op, device.kind)
-    if not traffic.forward_kernels and not traffic.backward_kernels:
+    if not op.is_fused and not traffic.forward_kernels and not traffic.backward_kernels:
         return OpTime(forward_s=0.0, backward_s=0.0, source=TimeSource.FREE)
     narrow = bool(product_dtype) and is_linear(op)
     if not narrow and profile is not None and (found := profile.lookup(op)) is not None:
@@ -152,12 +125,9 @@ def _flop_rate(op: LocalOp, device: DeviceSpec, product_dtype: str) -> float:
 
 
 __all__ = [
-    "CURVES",
-    "EfficiencyCurve",
     "OpTime",
     "Profile",
     "attention_efficiency",
-    "curve_of",
     "matmul_efficiency",
     "memory_s",
     "op_time",

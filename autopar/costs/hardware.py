@@ -2,9 +2,9 @@
 
 Figures are public; `DeviceSpec.source` and `Links.source` say where each is from, what is measured
 and what is assumed. Memory sold as "80 GB" is 80 GiB (vendors print GB for the binary unit). Peak
-rates are dense. Link figures are effective ones: those of a node are fitted to collectives measured
-between 1 MiB and 1 GiB where there are any, so that a bandwidth lies below what the largest
-messages reach and a latency above what the smallest take.
+rates are dense. Link figures are effective ones: fitted to collectives of all sizes where there are
+any, so that a bandwidth lies near what large messages reach, and a latency near what the smallest
+take.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _MLE_NET = "github.com/stas00/ml-engineering@744d01e network/README.md"
 _AWS = "github.com/awslabs/awsome-distributed-training micro-benchmarks, nccl-tests on p5.48xlarge"
 _SLIDES = "NVIDIA GTC24 s62129 and GTC25 s72583 slides"
 
-_NIC_EFFICIENCY = 0.92
+NIC_EFFICIENCY = 0.92
 """Share of the line rate reached by a multi-node all-reduce: DGX H100, 370 of 8 x 50 GB/s."""
 
 
 def _nic(gbit_s: float) -> float:
     """Effective bytes/s of a network card of `gbit_s` per device."""
-    return gbit_s * 1e9 / 8 * _NIC_EFFICIENCY
+    return gbit_s * 1e9 / 8 * NIC_EFFICIENCY
 
 
 def _rates(half: float, float32: float, float8: float | None = None) -> dict[str, float]:
@@ -89,27 +89,31 @@ def _device(
     )
 
 
+_FITTED = "benchmarks/collectives.py --fit"
+
 _A100_LINKS = Links(
-    node_bandwidth_bytes_s=215e9,
-    node_latency_s=20e-6,
+    node_bandwidth_bytes_s=232e9,
+    node_latency_s=11.8e-6,
     network_bandwidth_bytes_s=24e9,
-    network_latency_s=60e-6,
-    source=f"node: fitted to {_MLE_NET}, 8 x A100 all_reduce_perf; network: {_SLIDES}, "
-    "DGX A100 8 x 200 Gb/s reaches 192 GB/s a node; network latency as of H100",
+    network_latency_s=65e-6,
+    source=f"node: {_FITTED}, to {_MLE_NET}, 8 x A100 all_reduce_perf; network: {_SLIDES}, "
+    f"DGX A100 8 x 200 Gb/s reaches 192 GB/s a node; network latency: {_FITTED}, to nccl-tests on "
+    "two p4de.24xlarge",
 )
 _H100_LINKS = Links(
-    node_bandwidth_bytes_s=385e9,
-    node_latency_s=8e-6,
+    node_bandwidth_bytes_s=427e9,
+    node_latency_s=4.2e-6,
     network_bandwidth_bytes_s=_nic(400),
-    network_latency_s=60e-6,
-    source=f"node: fitted to {_AWS}, and to ring all-gathers (361 GB/s) of {_MLE_NET}; "
+    network_latency_s=30e-6,
+    source=f"node: {_FITTED}, to {_AWS} (rings without NVLS reach 361 GB/s); "
     f"network: {_SLIDES}, DGX H100 8 x 400 Gb/s reaches 370 GB/s a node; "
-    f"network latency: {_AWS}, two nodes",
+    f"network latency: {_FITTED}, to two nodes of {_AWS}",
 )
 _H200_LINKS = replace(
     _H100_LINKS,
-    node_latency_s=11e-6,
-    source=f"{_H100_LINKS.source}; node latency fitted to {_MLE_NET}, 8 x H200 all_reduce_bench",
+    node_bandwidth_bytes_s=481e9,
+    node_latency_s=7.2e-6,
+    source=f"{_H100_LINKS.source}; node: {_FITTED}, to {_MLE_NET}, 8 x H200 all_reduce_bench",
 )
 _H800_LINKS = replace(
     _H100_LINKS,
@@ -118,12 +122,12 @@ _H800_LINKS = replace(
     "network: 400 Gb/s a device; latencies as of H100",
 )
 _BLACKWELL_LINKS = Links(
-    node_bandwidth_bytes_s=680e9,
-    node_latency_s=12e-6,
+    node_bandwidth_bytes_s=754e9,
+    node_latency_s=9.4e-6,
     network_bandwidth_bytes_s=37e9,
-    network_latency_s=100e-6,
-    source=f"node: {_MLE_NET}, 8 x B200, ring 680 GB/s, latency fitted to its all_reduce_bench; "
-    "network: the same, 4 nodes with 400 Gb/s a device, 382 GB/s bus bandwidth",
+    network_latency_s=51e-6,
+    source=f"node and latencies: {_FITTED}, to {_MLE_NET}, 8 and 32 x B200 all_reduce_bench (rings "
+    "without NVLS reach 680 GB/s); network: the same, 400 Gb/s a device, 382 GB/s bus bandwidth",
 )
 _B300_LINKS = replace(
     _BLACKWELL_LINKS,
@@ -133,12 +137,13 @@ _B300_LINKS = replace(
 _NVL72_LINKS = replace(
     _BLACKWELL_LINKS,
     scale_up_devices=72,
+    node_bandwidth_bytes_s=680e9,
     source=f"node: NVLink joins 72 devices, {_SLIDES}, 680 GB/s all-reduce, latency as of B200; "
     "network as of B200 (400 Gb/s a device)",
 )
 _V100_LINKS = Links(
     node_bandwidth_bytes_s=122e9,
-    node_latency_s=20e-6,
+    node_latency_s=12e-6,
     network_bandwidth_bytes_s=_nic(50),
     network_latency_s=60e-6,
     source=f"node: {_SLIDES}, NVLink2 all-reduce 122 GB/s; network: DGX-1V 4 x 100 Gb/s for 8 "
@@ -146,7 +151,7 @@ _V100_LINKS = Links(
 )
 _MI300X_LINKS = Links(
     node_bandwidth_bytes_s=313e9,
-    node_latency_s=20e-6,
+    node_latency_s=12e-6,
     network_bandwidth_bytes_s=_nic(400),
     network_latency_s=60e-6,
     source=f"node: {_MLE_NET}, 312.9 GB/s all-reduce over 8 (a mesh of 64 GB/s links: groups of 2 "
@@ -155,7 +160,7 @@ _MI300X_LINKS = Links(
 _ONE_NIC = f"network: one 200 Gb/s card a node assumed, 24 GB/s shared by 8 ({_SLIDES})"
 _PCIE4_LINKS = Links(
     node_bandwidth_bytes_s=24e9,
-    node_latency_s=20e-6,
+    node_latency_s=12e-6,
     network_bandwidth_bytes_s=3e9,
     network_latency_s=60e-6,
     source=f"node: {_SLIDES}, PCIe 4 all-reduce 24 GB/s; {_ONE_NIC}; latencies assumed",

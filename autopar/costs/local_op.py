@@ -69,6 +69,11 @@ class LocalOp:
         """The op without namespace and overload."""
         return op_name(self.target)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is part of a longer kernel."""
+        return bool(self.fused_inputs) or self.fused_output
+
     def arg(self, position: int, name: str, default: Arg = None) -> Arg:
         """The argument at `position`, or the keyword `name`, or `default`."""
         if position < len(self.args):

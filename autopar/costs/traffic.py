@@ -39,7 +39,7 @@ def op_traffic(op: LocalOp, device_kind: str = "cuda") -> Traffic:
     forward, its first op's backward.
     """
     whole = _unfused(op, device_kind)
-    if not (op.fused_inputs or op.fused_output):
+    if not op.is_fused:
         return whole
     inside = sum(map(op.input_bytes, op.fused_inputs)) + op.output_bytes(0) * op.fused_output
     return Traffic(

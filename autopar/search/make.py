@@ -111,7 +111,7 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
         send_forward_s=tuple(t["send_forward"] for t in terms[:-1]),
         send_backward_s=tuple(t["send_backward"] for t in terms[1:]),
     )
-    timeline = simulate(insert_communication(pipe.build()), times)
+    timeline = simulate(insert_communication(pipe.build()), times, setting.execution.hides_messages)
     groups = rank_groups(stages)
     tails = [sum(update_s[s.index] - every_s[s.index] for s in group) for group in groups]
     ends = [finish + tail for finish, tail in zip(timeline.finish_s, tails, strict=True)]

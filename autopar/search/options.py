@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from autopar.costs.calibration import curve_of
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice, Recompute
@@ -36,10 +37,11 @@ class ClassOption:
 
     Weights that lie in shards (ZeRO level 3) are gathered one block ahead, so that gathering hides
     behind the compute of the block before, taken to be as long as this one's own; only what is
-    longer adds to the time. It does not hide behind other collectives, nor on devices whose
-    communication takes the cores that compute (`OVERLAPS`), nor for the first block of a stage's
-    forward or backward, which has none before it: `cold` is the share of such blocks among those
-    that have weights, charged to all of these alike, since cuts are not known yet.
+    longer, and a share of 1 - `hidden`, adds to the time. It does not hide behind other
+    collectives, nor on devices whose communication takes the cores that compute (`OVERLAPS`), nor
+    for the first block of a stage's forward or backward, which has none before it: `cold` is the
+    share of such blocks among those that have weights, charged to all of these alike, since cuts
+    are not known yet.
     """
 
     choices: tuple[NodeChoice, ...]
@@ -49,6 +51,7 @@ class ClassOption:
     state: StateCost
     bound_s: float
     overlaps: bool = True
+    hidden: float = 1.0
     cold: float = 0.0
 
     @property
@@ -71,7 +74,7 @@ class ClassOption:
         return self.cost.backward_s + self.again.time_s + self._exposed_s(gather_s, compute_s)
 
     def _exposed_s(self, gather_s: float, compute_s: float) -> float:
-        hides = (1.0 - self.cold) if self.overlaps else 0.0
+        hides = self.hidden * (1.0 - self.cold) if self.overlaps else 0.0
         return gather_s - hides * min(gather_s, compute_s)
 
     @property
@@ -155,6 +158,7 @@ def class_options(
                     state=state,
                     bound_s=sharding.bound,
                     overlaps=OVERLAPS.get(pricer.device.kind, True),
+                    hidden=curve_of(pricer.device).hidden,
                     cold=min(1.0, grid.pipe.num_stages / max(with_weights, 1)),
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)

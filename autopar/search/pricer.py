@@ -13,6 +13,7 @@ from autopar.costs.local_op import LocalOp, Order, local_op
 from autopar.costs.memory import state_bytes
 from autopar.costs.profiles import TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
+from autopar.costs.traffic import op_traffic
 from autopar.costs.transient import transient_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
@@ -312,6 +313,9 @@ class Pricer:
             moved = prices.move_s(move)
             again[move.name] = StepSeconds(moved[0], 0.0)
             forward, backward = forward + moved[0], backward + moved[1]
+        if setting.execution.host_s:
+            floor = self._host_floor_s(nodes, choices, flow, grid)
+            forward, backward = max(forward, floor[0]), max(backward, floor[1])
         storages, transient = self._activations(block, choices, flow, prices)
         held = [Ref(name) for name in setting.sources]
         recompute = RecomputeProblem(storages, self.saved(block), held, again)
@@ -329,6 +333,30 @@ class Pricer:
             weight_s=apart.seconds,
             deferred_bytes=apart.held_bytes,
         )
+
+    def _host_floor_s(
+        self, nodes: Sequence[OpNode], choices: Sequence[NodeChoice], flow: BlockFlow, grid: Grid
+    ) -> tuple[float, float]:
+        """What starting everything that a block runs takes the host, in each pass."""
+        prices, kernels, collectives = self.prices(grid), [0, 0], [0.0, 0.0]
+        for node, choice in zip(nodes, choices, strict=True):
+            traffic = op_traffic(self.local(node, choice, prices), self.device.kind)
+            kernels[0] += traffic.forward_kernels
+            kernels[1] += traffic.backward_kernels
+            strategies = self.option(node, choice, grid).strategies
+            for size, strategy in zip(prices.sizes, strategies, strict=True):
+                for inner in strategy.collectives:
+                    if size > 1 and (inner.phase == "forward" or node.requires_grad):
+                        collectives[inner.phase == "backward"] += inner.count(size)
+        for move in flow.moves():
+            if prices.sizes[move.axis] > 1:
+                for index, op in enumerate((move.transition.forward, move.transition.backward)):
+                    collectives[index] += op is not None
+        forward, backward = (
+            self.setting.execution.host_floor_s(k, c)
+            for k, c in zip(kernels, collectives, strict=True)
+        )
+        return forward, backward
 
     def products(self, block: Block) -> Mapping[str, Product]:
         """The ops of a block whose weight gradients a split backward computes apart."""

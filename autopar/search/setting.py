@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.costs.compute import Profile
+from autopar.costs.execution import Execution
 from autopar.costs.fusion import fused_values
 from autopar.costs.memory import StateBytes, Training, state_bytes, total_bytes
 from autopar.costs.strides import StorageMap, trace_storage
@@ -19,16 +20,12 @@ from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
 
-EARLY_LEVELS = frozenset({2, 3})
-"""ZeRO levels at which the runtime sums gradients while the last backward runs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(GraphFacts):
     """One planning request. `price_pins` asks what the pins cost against the free optimum,
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
-    `early_sync` are the ZeRO levels at which gradients are summed during the last backward, `fuses`
-    tells that what runs the plan runs chains of pointwise ops as one kernel.
+    `execution` is what runs the plan.
     """
 
     name: str
@@ -40,8 +37,7 @@ class Setting(GraphFacts):
     price_pins: bool = True
     memory_limit_bytes: int | None = None
     profile: Profile | None = None
-    early_sync: frozenset[int] = EARLY_LEVELS
-    fuses: bool = False
+    execution: Execution = field(default_factory=Execution)
     backend: str = "highs"
     time_limit_s: float = 120.0
 
@@ -117,7 +113,7 @@ class Setting(GraphFacts):
     @cached_property
     def fused(self) -> frozenset[Ref]:
         """Values between blocks' ops that never reach memory."""
-        return fused_values(self.graph.nodes) if self.fuses else frozenset()
+        return fused_values(self.graph.nodes) if self.execution.fuses else frozenset()
 
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""

@@ -11,6 +11,8 @@ from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
+from autopar.ir.mesh import TENSOR
+from autopar.ir.placement import Shard
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
@@ -63,11 +65,24 @@ def boundary_s(
         if not values:
             return 0.0
         nbytes, measured = boundary_bytes(pricer, grid, values), pricer.setting.profile
-        return axis_collective_time_s(
-            CollectiveOp.SEND_RECV, nbytes, axis, cluster, measured=measured
+        parts = _message_parts(pricer, grid, values)
+        send_s = axis_collective_time_s(
+            CollectiveOp.SEND_RECV, nbytes / parts, axis, cluster, measured=measured
         )
+        if parts > 1:
+            send_s += pricer.joined_s(grid, CollectiveOp.ALL_GATHER, nbytes, (TENSOR,))
+        return send_s
 
     return seconds(refs), seconds(back)
+
+
+def _message_parts(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
+    """In how many parts tensor ranks that hold the same value send it."""
+    if not pricer.setting.execution.scatters_messages or grid.tensor == 1:
+        return 1
+    shared, at = pricer.setting.shared(grid.mesh), grid.names.index(TENSOR)
+    whole = all(not isinstance(shared[ref][at], Shard) for ref in refs)
+    return grid.tensor if whole else 1
 
 
 def stage_ranks(grid: Grid, stage: int) -> range:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar.costs.compute import memory_s
 from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
@@ -204,7 +205,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
             for each in sync_collectives(pricer, grid, ref, state):
                 seconds = _seconds(pricer, grid, (each,))
                 sync_s += seconds
-                early = state.level in setting.early_sync and each[0] in SUMS
+                early = state.level in setting.execution.early_sync and each[0] in SUMS
                 early_s += seconds * early
             moved += optimizer_bytes(pricer, ref, state, prices)
             if state.level >= 2 and grid.micro_batches == 1:
@@ -218,7 +219,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         gathers=tuple(gathers),
         sync_s=sync_s,
         early_s=early_s,
-        optimizer_s=moved / pricer.device.memory_bandwidth_bytes_s,
+        optimizer_s=memory_s(moved, pricer.device, kernels=0),
     )
 
 
@@ -226,10 +227,11 @@ def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Pri
     """Bytes that the optimizer moves to update this rank's share of a parameter."""
     training = pricer.setting.training
     precision = training.precision
-    return optimizer_step_bytes(
+    numel = prod(prices.local_shape(ref, state.stored or state.layout))
+    return pricer.setting.execution.step_bytes * numel + optimizer_step_bytes(
         training.optimizer,
         training.optimizer_kwargs,
-        prod(prices.local_shape(ref, state.stored or state.layout)),
+        numel,
         precision.param_dtype,
         precision.grad_dtype,
         master=precision.master,

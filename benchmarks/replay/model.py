@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from model_zoo.experts import DroplessExperts, TopKRouter
 from model_zoo.layers import Embedding, Linear, next_token_loss
+from model_zoo.llama import rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,9 @@ class Architecture:
 
     `gated` has three matrices in the feed-forward (SwiGLU), RMS norms, rotary positions and no
     biases, as Llama; otherwise two, layer norms, learned positions and biases, as GPT-3. With
-    `fused_attention` scores never reach memory. `experts` 0 is a dense feed-forward.
+    `fused_attention` scores never reach memory, with `fused_norm` and
+    `fused_rotary` a norm, and what turns queries and keys, is one kernel. `experts` 0 is a dense
+    feed-forward.
     """
 
     hidden: int
@@ -36,20 +39,36 @@ class Architecture:
     tied: bool
     dropout: float
     fused_attention: bool
+    fused_norm: bool
+    fused_rotary: bool
     experts: int = 0
     top_k: int = 0
     dtype: str = "bfloat16"
 
 
 class Norm(nn.Module):
-    """RMS norm in one op."""
+    """RMS norm, in one op or written out in float32."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, fused: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
+        self.weight, self.fused = nn.Parameter(torch.ones(hidden)), fused
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return wide.to(x.dtype) * self.weight
         return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-5)
+
+
+def norm(a: Architecture) -> nn.Module:
+    """The norm of a model."""
+    return Norm(a.hidden, a.fused_norm) if a.gated else nn.LayerNorm(a.hidden)
+
+
+def in_one_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Moves what the fused kernel for rotary positions moves; the angles are not its own."""
+    return x * cos + x * sin
 
 
 class Attention(nn.Module):
@@ -71,7 +90,8 @@ class Attention(nn.Module):
             for part in (self.q, self.k, self.v)
         )
         if angles is not None:
-            q, k = (part * angles[0] + part * angles[1] for part in (q, k))
+            turn = in_one_kernel if self.a.fused_rotary else rotate
+            q, k = (turn(part, *angles) for part in (q, k))
         if self.a.fused_attention:
             if self.a.kv_heads < self.a.heads:
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -123,8 +143,7 @@ class Layer(nn.Module):
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
-        norm = Norm if a.gated else nn.LayerNorm
-        self.norm_1, self.norm_2 = norm(a.hidden), norm(a.hidden)
+        self.norm_1, self.norm_2 = norm(a), norm(a)
         self.attention = Attention(a)
         self.feed_forward = Experts(a) if a.experts else FeedForward(a)
         self.dropout = a.dropout
@@ -146,7 +165,7 @@ class Decoder(nn.Module):
         self.token = Embedding(a.vocab, a.hidden)
         self.position = None if a.gated else Embedding(a.seq_len, a.hidden)
         self.layers = nn.ModuleList(Layer(a) for _ in range(layers))
-        self.norm = Norm(a.hidden) if a.gated else nn.LayerNorm(a.hidden)
+        self.norm = norm(a)
         self.head = Linear(a.hidden, a.vocab, bias=False)
         self.register_buffer("cos", torch.empty(a.seq_len, a.hidden // a.heads), persistent=False)
         self.register_buffer("sin", torch.empty(a.seq_len, a.hidden // a.heads), persistent=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,8 +21,9 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.precision import Precision
 from autopar.schedules.registry import SCHEDULES
 from autopar.search import Setting, parse_pins
+from autopar.search.pipelines import Weights
 from autopar.search.planner import Found, Planner
-from autopar.search.setting import EARLY_LEVELS
+from autopar.search.stages import Staged
 from replay.lengthen import lengthen, repeated_class
 from replay.model import Architecture, build
 from replay.rows import Job, Unpriced
@@ -115,8 +117,7 @@ def setting_of(job: Job, captures: Captures) -> Setting:
         training=Training(precision=_precision(job)),
         pins=pins,
         price_pins=False,
-        fuses=job.framework.fuses,
-        early_sync=EARLY_LEVELS | ({0, 1} if job.framework.overlaps_sync else set()),
+        execution=job.framework.execution,
     )
 
 
@@ -141,7 +142,7 @@ def _even_cuts(job: Job, chain: BlockChain) -> Iterator[str]:
 
 def _precision(job: Job) -> Precision:
     known = PRECISIONS[job.precision]
-    return replace(known, grad_dtype="float32") if job.framework.wide_gradients else known
+    return replace(known, grad_dtype="float32") if job.wide_gradients else known
 
 
 def search(job: Job, captures: Captures) -> tuple[Planner, Found]:
@@ -152,3 +153,21 @@ def search(job: Job, captures: Captures) -> tuple[Planner, Found]:
     """
     planner = Planner(setting=setting_of(job, captures))
     return planner, planner.search()
+
+
+def grid_step_s(staged: Staged, weights: Weights) -> float:
+    """Seconds of a step from the options that were chosen for each class: options to stages to the
+    objective of the schedule. What pricing one more grid costs once its classes are priced."""
+    blocks, chosen = staged.problem.blocks, staged.solution.options
+    views: dict[tuple[int, int], tuple[float, float]] = {}
+    for key in zip(blocks, chosen, strict=True):
+        if key not in views:
+            option = staged.options[key[0]][key[1]]
+            views[key] = option.forward_s + option.backward_s, option.update_s
+    total = longest = tail = 0.0
+    for own in staged.problem.stages(staged.solution.cuts):
+        counted = Counter((blocks[b], chosen[b]) for b in own)
+        work = sum(count * views[key][0] for key, count in counted.items())
+        total, longest = total + work, max(longest, work)
+        tail = max(tail, sum(count * views[key][1] for key, count in counted.items()))
+    return weights.sum * total + weights.longest * longest + tail

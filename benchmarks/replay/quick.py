@@ -8,15 +8,17 @@ ratio that the simulation gave.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.costs.attention import FUSED, attention_kernel, is_attention
+from autopar.costs.calibration import EfficiencyCurve
 from autopar.costs.collectives import Route
 from autopar.costs.compute import REFERENCE_DIM, VECTOR_EFFICIENCY
+from autopar.costs.execution import HOST_COLLECTIVE
 from autopar.costs.flops import attention_contractions, contraction, op_flops
 from autopar.costs.local_op import LocalOp
 from autopar.costs.traffic import op_traffic
@@ -30,34 +32,34 @@ _MATMUL, _ATTENTION, _OTHER = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What is fitted for one device; see `costs.compute.EfficiencyCurve` and `LinkLevel`.
+    """What is fitted for one device: `EfficiencyCurve`, and shares of what links reach."""
 
-    The shares multiply what the hardware table has for node and network.
-    """
-
-    half_dim: float = 128.0
-    ramp_s: float = 2e-6
-    memory: float = 0.8
-    sustained: float = 1.0
-    attention: float = 0.6
-    launch_s: float = 5e-6
-    host_s: float = 0.0
+    half_dim: float
+    ramp_s: float
+    memory: float
+    sustained: float
+    attention: float
+    hidden: float
     node: float = 1.0
     network: float = 1.0
-    node_latency: float = 1.0
-    network_latency: float = 1.0
-    hidden: float = 1.0
+
+    @staticmethod
+    def of(curve: EfficiencyCurve) -> Constants:
+        """Those that a device has now."""
+        return Constants(**{f.name: getattr(curve, f.name) for f in fields(EfficiencyCurve)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run of known plan: what it was measured at, and what the planner predicts."""
+    """One run of known plan: what it was measured at, and what the planner predicts with `base`."""
 
     key: str
     source: str
     measured_s: float
     predicted_s: float
+    base: Constants
     device: DeviceSpec
+    host_s: float
     terms: PlanTerms
     weights: tuple[float, float]
 
@@ -80,8 +82,11 @@ class Quick:
         for number, run in enumerate(self.runs):
             self._add(number, run)
         self._op_arrays = _op_arrays(list(self._ops), self.runs[0].device)
-        base = self._raw(Constants())
-        self._ratio = np.array([r.predicted_s for r in self.runs]) / base
+        bases = {run.base for run in self.runs}
+        raw = {base: self._raw(base) for base in bases}
+        self._ratio = np.array(
+            [run.predicted_s / raw[run.base][i] for i, run in enumerate(self.runs)]
+        )
 
     def _add(self, number: int, run: Run) -> None:
         first = len(self._blocks)
@@ -114,22 +119,19 @@ class Quick:
     def _raw(self, c: Constants) -> Array:
         ops = _op_seconds(self._op_arrays, c)
         moves = np.array([_seconds(move, c) for move in self._moves])
-        host = self._op_arrays["kernels"] * c.host_s
+        kernels, ones = self._op_arrays["kernels"], np.full(len(moves), float(HOST_COLLECTIVE))
+        host_s = np.array([self.runs[number].host_s for number, _ in self._blocks])
         count = len(self._blocks)
         total, compute, floor = {}, {}, {}
         for name, table in self._tables.items():
             compute[name] = table.sum(count, 0, ops)
             total[name] = compute[name] + table.sum(count, 1, moves)
-            floor[name] = table.sum(count, 0, host) + table.sum(
-                count, 1, np.full(len(moves), 4 * c.host_s)
-            )
+            floor[name] = host_s * (table.sum(count, 0, kernels) + table.sum(count, 1, ones))
         cold = np.array([block.cold for _, block in self._blocks])
         hides = (1 - cold) * c.hidden
         forward = np.maximum(total["forward"], floor["forward"])
         work = compute["backward"] + compute["again"]
-        backward = np.maximum(
-            total["backward"] + total["again"], floor["backward"] + floor["again"]
-        )
+        backward = np.maximum(total["backward"], floor["backward"]) + total["again"]
         forward += total["gather"] - hides * np.minimum(total["gather"], compute["forward"])
         again = total["gather_again"]
         backward += again - hides * np.minimum(again, work)
@@ -183,6 +185,7 @@ def _op_arrays(ops: Sequence[tuple[LocalOp, int]], device: DeviceSpec) -> Mappin
         name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
     }
     found["bandwidth"] = np.array(device.memory_bandwidth_bytes_s)
+    found["launch"] = np.array(device.kernel_launch_s)
     found["best"] = np.array(device.matmul_efficiency)
     return found
 
@@ -221,7 +224,7 @@ def _op_seconds(a: Mapping[str, Array], c: Constants) -> Array:
     ramp = np.where(a["kind"] == _OTHER, 0.0, c.ramp_s * a["work"] / np.maximum(a["single"], 1))
     compute = a["work"] / (a["peak"] * best) + ramp
     memory = a["nbytes"] / (a["bandwidth"] * c.memory)
-    return np.maximum(compute, memory) + a["kernels"] * c.launch_s
+    return np.maximum(compute, memory) + a["kernels"] * a["launch"]
 
 
 def _seconds(move: Collective, c: Constants) -> float:
@@ -234,7 +237,6 @@ def _route(route: Route, c: Constants) -> Route:
         return replace(
             link,
             bandwidth_bytes_s=link.bandwidth_bytes_s * (c.node if node else c.network),
-            latency_s=link.latency_s * (c.node_latency if node else c.network_latency),
         )
 
     return Route(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.costs.hardware import DEVICES as DEVICES_TABLE
+from autopar.costs.hardware import NIC_EFFICIENCY
 from replay.frameworks import Framework, framework_of
 from replay.model import Architecture, parameters
 
@@ -41,6 +43,11 @@ RECOMPUTE = (
 SCHEDULES = {"1F1B": "1f1b", "interleaved 1F1B": "interleaved-1f1b", "ZBV": "zbv"}
 
 
+_A100_NVLINKS = 12
+_A100_NODE_GB_S = DEVICES_TABLE["a100-80gb"].links.node_bandwidth_bytes_s / 1e9
+"""An A100 has 12 links; BLOOM's nodes joined the devices by 4 of them, as their logs say."""
+
+
 class Unpriced(Exception):
     """Why a row cannot be priced."""
 
@@ -56,6 +63,7 @@ class Job:
     cluster: str
     global_batch: int
     precision: str
+    wide_gradients: bool
     framework: Framework
     pins: tuple[tuple[str, str], ...]
 
@@ -129,6 +137,7 @@ def job(row: Row) -> Job:
         cluster=_cluster(row),
         global_batch=int(row["global_batch_seqs"]),
         precision=precision,
+        wide_gradients=framework.wide_gradients or "fp32 grad" in str(row.get("precision")),
         framework=framework,
         pins=tuple(_pins(row, framework)),
     )
@@ -159,6 +168,8 @@ def _architecture(row: Row, precision: str, framework: Framework) -> Architectur
             tied=tied,
             dropout=0.0 if gated else framework.dropout,
             fused_attention=_is_fused(row, framework),
+            fused_rotary=framework.execution.fuses,
+            fused_norm=framework.execution.fuses or "RMS" in str(row.get("attention_kernel")),
             experts=experts,
             top_k=int(row.get("moe_top_k") or 0),
             dtype="float16" if precision == "fp16" else "bfloat16",
@@ -189,12 +200,16 @@ def _cluster(row: Row) -> str:
     if name is None:
         raise Unpriced(f"device {gpu}: no such row")
     gpus, node = int(row["n_gpus"]), int(row.get("gpus_per_node") or 8)
+    few = re.search(r"NVLink (\d+) inter-gpu", str(row.get("intranode_link")))
+    links = f"@node={_A100_NODE_GB_S * int(few[1]) / _A100_NVLINKS:.4g}" if few else ""
     if gpus <= node:
-        return f"{gpus}:{name}"
+        return f"{gpus}:{name}{links}"
     if gpus % node:
         raise Unpriced(f"{gpus} devices do not fill nodes of {node}")
     rate = row.get("internode_gbps_per_gpu")
-    return f"{gpus // node}x{node}:{name}" + (f"@network={rate / 8:g}" if rate else "")
+    return f"{gpus // node}x{node}:{name}{links}" + (
+        f"@network={rate / 8 * NIC_EFFICIENCY:g}" if rate else ""
+    )
 
 
 def _pins(row: Row, framework: Framework) -> Iterator[tuple[str, str]]:

@@ -188,7 +188,7 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
         if ref in pricer.kept_parameters(block) or ref in option.again.weights:
             add("gather_again", gathers)
         if source.trainable:
-            is_early = own.level in pricer.setting.early_sync
+            is_early = own.level in pricer.setting.execution.early_sync
             for each in sync_collectives(pricer, grid, ref, own):
                 add("early" if is_early and each[0] in SUMS else "sync", (each,))
             moved += optimizer_bytes(pricer, ref, own, pricer.prices(grid))

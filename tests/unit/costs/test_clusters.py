@@ -43,7 +43,7 @@ def test_text_round_trip(text: str, devices: int, levels: list[tuple[str, int]])
         (" 8:H100-SXM ", "8:h100-sxm"),
         ("1x4:h100-sxm + 1x4:a100-80gb", "4:h100-sxm+4:a100-80gb"),
         ("4:cpu", "local:4"),
-        ("2x8:h100-sxm@node=385", "2x8:h100-sxm"),
+        ("2x8:h100-sxm@node=427", "2x8:h100-sxm"),
         ("2x8:h100-sxm @ network = 10", "2x8:h100-sxm@network=10"),
     ],
 )
