@@ -105,7 +105,7 @@ def _kept(row: Row, captures: Captures, folder: Path | None) -> Run:
         device=planner.pricer.device,
         host_s=asked.framework.execution.host_s,
         terms=terms(planner.pricer, solved.best),
-        weights=(solved.best.problem.sum_weight, solved.best.problem.max_weight),
+        weights=(solved.best.problem.sum_weight, solved.best.problem.max_weight or 0.0),
     )
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

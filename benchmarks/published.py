@@ -1,6 +1,7 @@
 """Costs held to published training runs: each run's own plan priced, beside what it measured.
 
 python benchmarks/published.py [FILE ...] [--json] [--only SOURCE/ID ...] [--cache DIR]
+                               [--document FILE]
 
 Without files, the runs in `benchmarks/data/runs.jsonl`.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from replay.price import Captures, memory_bytes, peak_bytes, search
+from replay.document import document
+from replay.figures import quantile
+from replay.nccl import errors_by_part as collective_errors
+from replay.price import Captures, grid_step_s, memory_bytes, peak_bytes, search
 from replay.rows import Row, Unpriced, is_oom, job, left_out, measured_s, read_rows
 from replay.split import part
 
@@ -24,6 +29,7 @@ from autopar.errors import AutoparError
 from autopar.plan.text import columns
 from autopar.search.make import predicted
 
+TIMED, REPEATS = "pr-05580", 200
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 
 
@@ -102,15 +108,6 @@ def _by_model(row: Row) -> tuple[Any, ...]:
     return tuple(str(row.get(name)) for name in ("dataset", "hidden", "layers", "seq_len", "id"))
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that a share of the values do not exceed, by linear interpolation."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
 def errors(results: Iterable[Result]) -> dict[str, float | int]:
     """Number, median and 90th percentile of |error|, and the median signed error."""
     found = [r.error for r in results if r.error is not None]
@@ -165,13 +162,38 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def seconds_of_a_grid(rows: Iterable[Row], captures: Captures) -> float:
+    """Seconds to price a grid of 96 layers in 24 stages whose block classes are priced."""
+    row = next(row for row in rows if row["id"] == TIMED)
+    planner, found = search(job(row), captures)
+    weights = planner.bounds.weights(found.best.grid)
+    start = time.process_time()
+    for _ in range(REPEATS):
+        grid_step_s(found.best, weights)
+    return (time.process_time() - start) / REPEATS
+
+
 def report(results: Sequence[Result], skipped: Counter[str]) -> str:
     """The tables as text."""
     sources = list(dict.fromkeys(r.source for r in results))
     sets = [(f"{name} part", [r for r in results if r.part == name]) for name in ("fit", "test")]
     sets += [(name, [r for r in results if r.source == name]) for name in sources]
-    header = ("source", "part", "runs", "median", "p90", "bias", "groups", "regret", "p90")
-    header = (*header, "oom", "told", "ran", "told", "unpriced")
+    header = [
+        "source",
+        "part",
+        "runs",
+        "median",
+        "p90",
+        "bias",
+        "groups",
+        "regret",
+        "p90",
+        "oom",
+        "told",
+        "ran",
+        "told",
+        "unpriced",
+    ]
     lines = [columns(header, [_cells(name, own) for name, own in sets if own])]
     reasons = Counter(r.why.partition(":")[0][:70] for r in results if r.fits is None)
     lines += ["", "not priced:"] + [f"  {n:5} {why}" for why, n in reasons.most_common()]
@@ -205,10 +227,19 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="SOURCE/ID")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep captured graphs there")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="write docs/validation.md")
     given = parser.parse_args()
     rows = list(read_rows(given.files))
     skipped = Counter(why for row in rows if (why := left_out(row)))
-    results = list(run(rows, given.only, Captures(given.cache)))
+    captures = Captures(given.cache)
+    results = list(run(rows, given.only, captures))
+    if given.document:
+        text = document(
+            results, skipped, summary, collective_errors(), seconds_of_a_grid(rows, captures)
+        )
+        partial = given.document.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(given.document)
     if given.json:
         found = {"summary": summary(results), "left_out": skipped}
         print(json.dumps({**found, "runs": [asdict(r) | {"error": r.error} for r in results]}))

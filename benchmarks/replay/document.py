@@ -54,9 +54,9 @@ def document(
         "",
         "Written by `python benchmarks/published.py --document docs/validation.md`; do not edit.",
         "",
-        f"{sum(r.error is not None for r in results)} published runs are priced with the plans that "
-        "they were run with, by the same search and cost model that `autopar plan` uses. Sources "
-        "are split whole: constants are fitted on the fit part "
+        f"{sum(r.error is not None for r in results)} published runs are priced with the plans "
+        "that they were run with, by the same search and cost model that `autopar plan` uses. "
+        "Sources are split whole: constants are fitted on the fit part "
         "(`benchmarks/calibrate.py`), the test part is only held to them "
         "(`benchmarks/replay/split.py` has the rule).",
         "",
@@ -138,7 +138,8 @@ def _sources(results: Sequence[Any], summary: Summary) -> list[str]:
 
 def _rows(own: Sequence[Any]) -> list[str]:
     peers = json.loads(PEERS.read_text(encoding="utf-8"))
-    rows, columns = [], {"autopar": [], "calculon": [], "simumax": []}
+    rows: list[tuple[str, ...]] = []
+    columns: dict[str, list[float]] = {"autopar": [], "calculon": [], "simumax": []}
     for r in sorted(own, key=lambda r: r.key):
         known = {"autopar": r.error, **peers["runs"].get(r.key, {})}
         for name, found in columns.items():

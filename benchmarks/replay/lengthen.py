@@ -33,17 +33,15 @@ def lengthen(graph: OpGraph, chain: BlockChain, count: int) -> tuple[OpGraph, Bl
     nodes = {node.name: node for node in graph.nodes}
     sources = {source.name: source for source in graph.sources}
     own = [nodes[name] for name in last.nodes]
+    held = [ref for ref in last.parameters if ref not in before.parameters]  # else it is shared
     copies, blocks, added = [], [], []
     carried = dict(zip(before.outputs, last.outputs, strict=True))
     made = dict(zip(last.outputs, last.outputs, strict=True))
     for number in range(extra):
-        names = {
-            name: f"{name}__{number}"
-            for name in (*last.nodes, *(ref.name for ref in last.parameters))
-        }
+        names = {name: f"{name}__{number}" for name in (*last.nodes, *(ref.name for ref in held))}
         given = {old: made[new] for old, new in carried.items()}
         copies += [_node(node, names, given) for node in own]
-        added += [_source(sources[ref.name], names, number) for ref in last.parameters]
+        added += [_source(sources[ref.name], names, number) for ref in held]
         made = {ref: _ref(ref, names, {}) for ref in last.outputs}
         blocks.append(_block(last, names, given, last.index + 1 + number))
     tail = {ref: made[ref] for ref in last.outputs}

@@ -159,6 +159,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The language model: embeddings, layers, norm, head."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, a: Architecture, layers: int) -> None:
         super().__init__()
         self.a = a
@@ -173,9 +176,10 @@ class Decoder(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x, angles = self.token(input_ids), (self.cos, self.sin)
+        x = self.token(input_ids)
+        angles = (self.cos, self.sin) if self.position is None else None
         if self.position is not None:
-            x, angles = x + self.position(torch.arange(x.shape[1], device=x.device)), None
+            x = x + self.position(torch.arange(x.shape[1], device=x.device))
             if self.a.dropout:
                 x = F.dropout(x, self.a.dropout, self.training)
         for layer in self.layers:

@@ -11,14 +11,13 @@ from math import prod
 from pathlib import Path
 
 from autopar.capture import capture, find_blocks
-from autopar.compiler import PRECISIONS
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import Training, reserve_bytes
 from autopar.errors import AutoparError
 from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
-from autopar.ir.precision import Precision
+from autopar.ir.precision import PRECISIONS, Precision
 from autopar.schedules.registry import SCHEDULES
 from autopar.search import Setting, parse_pins
 from autopar.search.pipelines import Weights

@@ -175,7 +175,7 @@ class _Table:
         if not self._rows[kind]:
             return np.zeros(owners)
         owner, item, count = (np.array(x) for x in zip(*self._rows[kind], strict=True))
-        return np.bincount(owner, seconds[item] * count, owners)
+        return np.bincount(owner, seconds[item] * count, owners).astype(np.float64)
 
 
 def _op_arrays(ops: Sequence[tuple[LocalOp, int]], device: DeviceSpec) -> Mapping[str, Array]:

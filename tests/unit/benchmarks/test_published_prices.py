@@ -1,0 +1,169 @@
+"""Graphs made deeper, plans taken apart, and what is reported of predictions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from calibrate import BOUNDS, fit
+from published import Result, errors, feasibility, regrets
+from replay.lengthen import lengthen
+from replay.model import Architecture, build
+from replay.price import Captures, grid_step_s, search
+from replay.quick import Constants, Quick, Run
+from replay.rows import job
+from replay.terms import terms
+
+from autopar.capture import capture, find_blocks
+from autopar.capture.chain import check_chain
+from autopar.costs.calibration import curve_of
+from autopar.search.make import predicted
+
+SMALL = Architecture(
+    hidden=512,
+    heads=8,
+    kv_heads=8,
+    ffn=2048,
+    vocab=1024,
+    seq_len=256,
+    gated=True,
+    tied=False,
+    dropout=0.0,
+    fused_attention=True,
+    fused_norm=True,
+    fused_rotary=True,
+)
+ROW = {
+    "id": "x",
+    "dataset": "somewhere",
+    "status": "ok",
+    "params_b": 0.036,
+    "layers": 8,
+    "hidden": 512,
+    "heads": 8,
+    "ffn": 2048,
+    "vocab": 1024,
+    "seq_len": 256,
+    "gpu": "A100-80GB-SXM",
+    "n_gpus": 8,
+    "precision": "bf16",
+    "global_batch_seqs": 32,
+    "micro_batch_seqs": 2,
+    "tp": 2,
+    "pp": 2,
+    "sequence_parallel": True,
+    "zero_stage": 1,
+    "recompute": "full",
+    "framework": "NeMo",
+    "iteration_s": 0.05,
+}
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    graph = capture(*build(SMALL, 2, 4)).graph
+    return graph, find_blocks(graph)
+
+
+@pytest.fixture(scope="module")
+def solved():
+    planner, found = search(job(ROW), Captures())
+    return planner, found, predicted(planner, found)
+
+
+def test_a_lengthened_graph_is_the_deeper_model(shallow):
+    graph, chain = lengthen(*shallow, 5)
+    deep = capture(*build(SMALL, 5, 4)).graph
+    expected = find_blocks(deep)
+    check_chain(graph, chain)
+    assert [b.class_index for b in chain.blocks] == [b.class_index for b in expected.blocks]
+    assert [c.digest for c in chain.classes] == [c.digest for c in expected.classes]
+    assert [len(refs) for refs in chain.boundaries] == [len(r) for r in expected.boundaries]
+    assert [n.target for n in graph.nodes] == [n.target for n in deep.nodes]
+    assert sorted(str(s.spec) for s in graph.sources) == sorted(str(s.spec) for s in deep.sources)
+    found = find_blocks(graph)
+    assert [b.nodes for b in found.blocks] == [b.nodes for b in chain.blocks]
+
+
+def test_a_graph_is_not_made_shorter(shallow):
+    assert lengthen(*shallow, 2) == shallow
+    with pytest.raises(ValueError, match="more than 1"):
+        lengthen(*shallow, 1)
+
+
+def test_the_plan_is_the_published_one(solved):
+    _, found, _ = solved
+    grid = found.best.grid
+    assert found.total == 1
+    assert (grid.pipeline, grid.tensor, grid.micro_batch, grid.micro_batches) == (2, 2, 2, 8)
+    sizes = [len(own) for own in found.best.problem.stages(found.best.solution.cuts)]
+    assert sizes == [5, 5]  # four layers each, the embedding first and the head last
+
+
+def _run(planner, found, step_s: float) -> Run:
+    return Run(
+        key="x",
+        source="somewhere",
+        measured_s=0.05,
+        predicted_s=step_s,
+        base=Constants.of(curve_of(planner.pricer.device)),
+        device=planner.pricer.device,
+        host_s=0.0,
+        terms=terms(planner.pricer, found.best),
+        weights=(found.best.problem.sum_weight, found.best.problem.max_weight),
+    )
+
+
+def test_the_terms_of_a_plan_add_up_to_its_blocks(solved):
+    planner, found, prediction = solved
+    run = _run(planner, found, prediction.step_s)
+    quick = Quick([run])
+    assert quick.step_s(run.base)[0] == pytest.approx(prediction.step_s)
+    objective = found.best.solution.objective
+    assert quick._raw(run.base)[0] == pytest.approx(objective, rel=0.02)
+
+
+def test_pricing_a_grid_again_from_its_options_gives_the_objective(solved):
+    planner, found, _ = solved
+    again = grid_step_s(found.best, planner.bounds.weights(found.best.grid))
+    assert again == pytest.approx(found.best.solution.objective, rel=0.03)
+
+
+def test_constants_are_found_again(solved):
+    """What was measured is what the model says with other constants: the fit finds its way."""
+    planner, found, prediction = solved
+    run = _run(planner, found, prediction.step_s)
+    real = Constants(**{**{k: getattr(run.base, k) for k in BOUNDS}, "sustained": 0.6})
+    seconds = float(Quick([run]).step_s(real)[0])
+    assert seconds > 1.02 * prediction.step_s
+    measured = Run(**{n: getattr(run, n) for n in Run.__slots__} | {"measured_s": seconds})
+    best, error = fit([measured] * 2, run.base)
+    assert error["median_error"] < 0.005
+    for name, (low, high) in BOUNDS.items():
+        assert low <= getattr(best, name) <= high
+
+
+def result(key: str, **known: object) -> Result:
+    base = {"source": "s", "part": "fit", "model": "m", "group": "g", "measured_s": 1.0}
+    return Result(**{"key": key, "oom": False, **base, **known})
+
+
+def test_errors_regret_and_feasibility():
+    runs = [
+        result("a", measured_s=1.0, step_s=0.9, fits=True),
+        result("b", measured_s=1.2, step_s=0.8, fits=True),
+        result("c", measured_s=None, oom=True, fits=False),
+        result("d", measured_s=None, oom=True, fits=True),
+        result("e", why="no"),
+    ]
+    found = errors(runs)
+    assert found["runs"] == 2
+    assert found["median"] == pytest.approx(np.mean([0.1, 1 / 3]))
+    assert found["bias"] == pytest.approx(-np.mean([0.1, 1 / 3]))
+    assert regrets(runs) == [pytest.approx(0.2)]  # b is ranked first
+    told = feasibility(runs)
+    assert (told["oom"], told["oom_predicted"], told["ran"], told["ran_predicted"]) == (
+        2,
+        0.5,
+        2,
+        1,
+    )

@@ -1,0 +1,197 @@
+"""Published rows as jobs: models, clusters, pins, measured times, and which part they are in."""
+
+from __future__ import annotations
+
+import pytest
+from replay.frameworks import framework_of
+from replay.model import build, parameters
+from replay.rows import Unpriced, is_oom, job, left_out, measured_s, read_rows
+from replay.split import part
+
+from autopar.costs.clusters import parse_cluster
+
+SC21 = {
+    "id": "a",
+    "dataset": "Megatron-LM SC21 Table 1",
+    "status": "ok",
+    "task": "pretrain",
+    "params_b": 145.6,
+    "layers": 80,
+    "hidden": 12288,
+    "heads": 96,
+    "ffn": 49152,
+    "vocab": 51200,
+    "seq_len": 2048,
+    "gpu": "A100-80GB-SXM",
+    "n_gpus": 1536,
+    "gpus_per_node": 8,
+    "internode_gbps_per_gpu": 200,
+    "precision": "fp16 mixed",
+    "global_batch_seqs": 2304,
+    "micro_batch_seqs": 2,
+    "tp": 8,
+    "pp": 8,
+    "vpp": 2,
+    "sequence_parallel": False,
+    "zero_stage": 0,
+    "recompute": "full",
+    "framework": "Megatron-LM",
+    "measured_tflops_per_gpu": 148,
+}
+LLAMA = {
+    **SC21,
+    "dataset": "somewhere",
+    "params_b": 8.03,
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "vocab": 128256,
+    "gpu": "H100-80GB-SXM",
+    "n_gpus": 8,
+    "precision": "bf16",
+    "global_batch_seqs": 64,
+    "micro_batch_seqs": 1,
+    "tp": 2,
+    "pp": 1,
+    "vpp": 1,
+    "sequence_parallel": True,
+    "zero_stage": 1,
+    "recompute": "selective (core attention)",
+    "framework": "NeMo",
+    "measured_tokens_per_s_per_gpu": 8192.0,
+}
+
+
+def test_a_plan_becomes_pins():
+    pins = dict(job(SC21).pins)
+    assert pins == {
+        "pipeline": "8",
+        "tensor": "8",
+        "context": "1",
+        "data": "24",
+        "micro_batch": "2",
+        "sequence": "off",
+        "schedule": "interleaved-1f1b",
+        "chunks": "2",
+        "recompute": "all",
+        "zero": "0",
+    }
+    other = dict(job(LLAMA).pins)
+    assert (other["sequence"], other["schedule"], other["recompute"]) == ("on", "1f1b", "selective")
+    assert (other["data"], other["zero"]) == ("4", "1")
+
+
+def test_devices_and_links_become_a_cluster():
+    cluster = parse_cluster(job(SC21).cluster)
+    assert (cluster.num_devices, cluster.groups[0].device.name) == (1536, "a100-80gb")
+    assert cluster.links[-1].bandwidth_bytes_s == pytest.approx(0.92 * 25e9)
+    few = {**SC21, "intranode_link": 'NVLink3 (8 GPUs, "NVLink 4 inter-gpu connects")'}
+    usual, slow = (parse_cluster(job(row).cluster).links[0] for row in (SC21, few))
+    assert slow.bandwidth_bytes_s == pytest.approx(usual.bandwidth_bytes_s / 3, rel=1e-3)
+    assert job(LLAMA).cluster == "8:h100-sxm"
+
+
+def test_the_model_is_the_one_with_the_published_parameter_count():
+    gpt, llama = job(SC21).architecture, job(LLAMA).architecture
+    assert (gpt.gated, gpt.fused_attention, gpt.dropout, gpt.dtype) == (
+        False,
+        False,
+        0.1,
+        "float16",
+    )
+    assert (llama.gated, llama.tied, llama.fused_attention, llama.kv_heads) == (
+        True,
+        False,
+        True,
+        8,
+    )
+    for row, architecture in ((SC21, gpt), (LLAMA, llama)):
+        count = parameters(architecture, row["layers"])
+        assert count == pytest.approx(row["params_b"] * 1e9, rel=0.01)
+        model, _ = build(architecture, 1, 1)
+        own = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        assert own == parameters(architecture, 1)
+
+
+def test_times_are_seconds_or_tokens_or_the_papers_own_formula():
+    assert measured_s({**SC21, "iteration_s": 3.0}) == 3.0
+    assert measured_s(LLAMA) == 64 * 2048 / (8192.0 * 8)
+    tokens, layers, hidden = 2304 * 2048, 80, 12288
+    flops = 96 * tokens * layers * hidden**2
+    flops *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+    assert measured_s(SC21) == pytest.approx(flops / (148e12 * 1536))
+    assert measured_s({**SC21, "status": "oom"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"task": "lora"}, "task lora"),
+        ({"precision": "FP8"}, "fp8"),
+        ({"offload": "full CPU offload"}, "offloads"),
+        ({"gpu": "TPUv4"}, "no such row"),
+        ({"heads": None}, "not published: heads"),
+        ({"tp": 7}, "does not divide"),
+        ({"micro_batch_seqs": 5}, "do not make up"),
+        ({"recompute": "full on 20 of 32 layers"}, "recompute"),
+        ({"pipeline_schedule": "DualPipe"}, "schedule DualPipe"),
+    ],
+)
+def test_what_cannot_be_priced_says_why(change, why):
+    with pytest.raises(Unpriced, match=why):
+        job({**SC21, **change})
+
+
+def test_rows_that_say_nothing_are_left_out_with_the_reason():
+    assert left_out(SC21) is None
+    assert left_out({**SC21, "checks": ["mfu"]}) == "its own numbers disagree"
+    assert left_out({**SC21, "status": "failed (nan: OOM or crash)"}).startswith("status failed")
+    assert left_out({**SC21, "measured_tflops_per_gpu": None, "recompute": None}) == "no step time"
+    oom = {**SC21, "status": "oom"}
+    assert is_oom(oom) and left_out(oom) is None
+
+
+def test_frameworks_are_found_by_how_their_name_begins():
+    assert framework_of({"framework": "Megatron-LM v1"}).execution.scatters_messages
+    assert not framework_of({"framework": "Megatron-DeepSpeed"}).execution.scatters_messages
+    assert framework_of({"framework": "Megatron-Core r0.8.0"}).execution.early_sync >= {0, 1}
+    assert not framework_of({"framework": "torchtitan"}).execution.fuses
+    assert framework_of({"framework": "torchtitan FSDP2"}).execution.fuses
+
+
+def test_whole_sources_are_split_by_device_and_the_two_tables_are_held_out():
+    def rows(source: str, count: int, gpu: str = "A100-80GB-SXM") -> list[dict[str, object]]:
+        return [{**LLAMA, "dataset": source, "gpu": gpu}] * count
+
+    found = part(
+        [
+            *rows("Korthikanti 2022 Table 5", 9),
+            *rows("SC21 Fig 13", 9),
+            *rows("large", 5),
+            *rows("middle", 4),
+            *rows("small", 3),
+            *rows("other device", 1, "H100-80GB-SXM"),
+        ]
+    )
+    assert found == {
+        "Korthikanti 2022 Table 5": "test",
+        "SC21 Fig 13": "test",
+        "large": "fit",
+        "middle": "test",
+        "small": "fit",
+        "other device": "fit",
+    }
+
+
+def test_the_split_of_the_rows_that_come_with_the_benchmarks():
+    from published import DATA
+
+    found = part(read_rows([DATA]))
+    fit = {source for source, name in found.items() if name == "fit"}
+    assert {"HF Ultra-Scale Playbook benchmarks_interactive"} < fit
+    assert any(source.startswith("Hagemann") for source in fit)
+    assert any(source.startswith("BLOOM") for source in fit)
+    assert not any(source.startswith(("Megatron-LM SC21", "SC21", "Korthikanti")) for source in fit)
+    assert "llm-foundry MPT benchmarks" not in fit
