@@ -1,7 +1,7 @@
 """Costs held to published training runs: each run's own plan priced, beside what it measured.
 
-python benchmarks/published.py [FILE ...] [--json] [--only SOURCE/ID ...] [--cache DIR]
-                               [--document FILE]
+python benchmarks/published.py [FILE ...] [--json] [--only SOURCE/ID ...] [--most RUNS]
+                               [--cache DIR] [--document FILE]
 
 Without files, the runs in `benchmarks/data/runs.jsonl`.
 """
@@ -22,7 +22,16 @@ from replay.document import document
 from replay.figures import quantile
 from replay.nccl import errors_by_part as collective_errors
 from replay.price import Captures, grid_step_s, memory_bytes, peak_bytes, search
-from replay.rows import Row, Unpriced, is_oom, job, left_out, measured_s, read_rows
+from replay.rows import (
+    Row,
+    Unpriced,
+    is_oom,
+    job,
+    left_out,
+    measured_s,
+    read_rows,
+    thinned,
+)
 from replay.split import part
 
 from autopar.errors import AutoparError
@@ -90,12 +99,15 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def run(rows: Iterable[Row], only: Sequence[str], captures: Captures) -> Iterator[Result]:
-    """The results of the rows that can say something, of those asked for."""
+def run(
+    rows: Iterable[Row], only: Sequence[str], captures: Captures, most: int | None = None
+) -> Iterator[Result]:
+    """The results of the rows that can say something, of those asked for: all, or at most so many
+    of every source."""
     known = list(rows)
     parts = part(known)
     usable = [r for r in known if left_out(r) is None and _is_asked(r, only)]
-    for row in sorted(usable, key=_by_model):
+    for row in sorted(thinned(usable, most or len(usable)), key=_by_model):
         yield price(row, captures, parts[row["dataset"]])
 
 
@@ -226,13 +238,14 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, default=[DATA], metavar="FILE")
     parser.add_argument("--only", action="append", default=[], metavar="SOURCE/ID")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep captured graphs there")
+    parser.add_argument("--most", type=int, metavar="RUNS", help="of a source, evenly spaced")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--document", type=Path, metavar="FILE", help="write docs/validation.md")
     given = parser.parse_args()
     rows = list(read_rows(given.files))
     skipped = Counter(why for row in rows if (why := left_out(row)))
     captures = Captures(given.cache)
-    results = list(run(rows, given.only, captures))
+    results = list(run(rows, given.only, captures, given.most))
     if given.document:
         text = document(
             results, skipped, summary, collective_errors(), seconds_of_a_grid(rows, captures)

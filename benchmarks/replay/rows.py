@@ -118,6 +118,18 @@ def left_out(row: Row) -> str | None:
     return None
 
 
+def thinned(rows: Iterable[Row], most: int) -> list[Row]:
+    """At most so many rows of every source, evenly spaced in the order of their names."""
+    by_source: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: str(row["id"])):
+        by_source.setdefault(str(row["dataset"]), []).append(row)
+    return [
+        own[i * len(own) // min(len(own), most)]
+        for own in by_source.values()
+        for i in range(min(len(own), most))
+    ]
+
+
 def job(row: Row) -> Job:
     """What a row asks of the planner. Raises Unpriced with the reason."""
     if row.get("task", "pretrain") != "pretrain":

@@ -28,7 +28,7 @@ def text(constants: object) -> str:
 def test_the_table_that_ships_is_of_known_devices_with_what_it_was_fitted_on():
     devices = json.loads(PATH.read_text(encoding="utf-8"))["devices"]
     assert set(devices) == set(CALIBRATED) <= set(DEVICES)
-    assert "a100-80gb" in devices and "h100-sxm" in devices
+    assert "a100-80gb" in devices
     for row in devices.values():
         assert row["fit"]["runs"] == sum(row["sources"].values()) >= 20
         assert 0 < row["fit"]["median_error"] < row["fit"]["p90_error"]
