@@ -40,7 +40,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "memory": (0.75, 0.95),
     "attention": (0.3, 0.75),
     "half_dim": (16.0, 256.0),
-    "ramp_s": (5e-7, 1e-5),
+    "ramp_s": (5e-7, 5e-6),
     "hidden": (0.7, 1.0),
 }
 """What is fitted, and between what: outside, it would stand for something else. Kernels that
@@ -51,8 +51,9 @@ MOST_ERROR = 0.5
 MOST_RUNS = 32
 """Runs of one source that are enough, since neighbours differ in little."""
 
-LEAST_RUNS = 20
-"""Runs that a device needs to have constants of its own."""
+LEAST_RUNS, WORST_ERROR = 20, 0.3
+"""Runs that a device needs to have constants of its own, and the 90th percentile of their error
+above which what was fitted stands for something else."""
 
 _ROUNDS, _FIRST_STEP, _SHRINK, _MOVES = 6, 1.3, 0.6, 12
 
@@ -163,6 +164,8 @@ def table(rows: Sequence[Row], captures: Captures, folder: Path | None) -> dict[
         if len(found) < LEAST_RUNS:
             continue
         best, errors = fit(found, Constants.of(CURVES[found[0].device.kind]))
+        if errors["p90_error"] > WORST_ERROR:
+            continue
         curve = {key: float(f"{getattr(best, key):.4g}") for key in BOUNDS}
         sources = Counter(run.source for run in found)
         devices[name] = {
