@@ -30,8 +30,8 @@ CAVEATS = """\
   in both, with the same plan per model replica; the earlier runs took 9 to 10 % longer, data
   parallelism explains 1 to 3 % of that. No one set of constants can be right for both.
 - A device has one set of constants, while programs on it differ: with the constants of a device
-  that is not calibrated the two tables above come out 6.9 % and 2.0 % off at the median, and eager or
-  FSDP programs on A100 (fit part and test part) 12 to 26 % too fast. The fit part is mostly of
+  that is not calibrated the two tables above come out 6.9 % and 2.0 % off at the median, and eager
+  or FSDP programs on A100 (fit part and test part) 12 to 26 % too fast. The fit part is mostly of
   those. Kernels of a framework's own would have to be priced as such to have both.
 - H100: no source of the fit part is clean enough to fit on (one is of several versions of the code
   on a network that fails, the others are mixtures of experts), so the constants are the general
