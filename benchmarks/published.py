@@ -248,7 +248,12 @@ def main() -> None:
     results = list(run(rows, given.only, captures, given.most))
     if given.document:
         text = document(
-            results, skipped, summary, collective_errors(), seconds_of_a_grid(rows, captures)
+            results,
+            skipped,
+            summary,
+            collective_errors(),
+            seconds_of_a_grid(rows, captures),
+            given.most,
         )
         partial = given.document.with_suffix(".partial")
         partial.write_text(text, encoding="utf-8")

@@ -27,8 +27,9 @@ CAVEATS = """\
   the programs that autopar emits (fused kernels, which communication overlaps, in which dtype
   gradients are sent) is listed in `benchmarks/replay/frameworks.py` with its source.
 - The two tables above were run with software a year apart. 530B and 1T with full recomputation are
-  in both, with the same plan per model replica; the earlier runs took 9 to 10 % longer, data
-  parallelism explains 1 to 3 % of that. No one set of constants can be right for both.
+  in both, with the same plan per model replica; the earlier runs took 9 and 10 % longer, of which
+  data parallelism explains less than 4 % (530B on 8 replicas, Korthikanti et al. 2022, section 6).
+  No one set of constants can be right for both.
 - A device has one set of constants, while programs on it differ: with the constants of a device
   that is not calibrated the two tables above come out 6.9 % and 2.0 % off at the median, and eager
   or FSDP programs on A100 (fit part and test part) 12 to 26 % too fast. The fit part is mostly of
@@ -41,7 +42,11 @@ CAVEATS = """\
   products are kept for the backward, which Megatron-LM gathers again instead; a fused
   cross-entropy, which some frameworks have, is not assumed.
 - HF Ultra-Scale: the cluster's network falls from 436 to 33 GB/s between 1 and 64 nodes, and rows
-  of one setup differ by up to 4.7 times; rows on more than 4 nodes are priced and not fitted on.
+  of one setup differ by up to 4.7 times. Nothing is fitted on it but what its host takes to start a
+  kernel. Plans with several stages or many ranks took up to 50 times as long there as any network
+  that was measured explains; such rows make up the 90th percentiles.
+- DT-FM: 64 small instances, for case 2 on a network whose speed is not stated; priced with the
+  links that the device usually comes with.
 - Runs in FP8 or narrower, with offloading, on TPUs, and of fine-tuning are not priced.
 """
 
@@ -55,12 +60,14 @@ def document(
     summary: Summary,
     collectives: Mapping[str, Mapping[str, float]],
     priced_s: float,
+    most: int | None,
 ) -> str:
     """The whole document, in Markdown."""
     lines = [
         "# Costs held to published training runs",
         "",
-        "Written by `python benchmarks/published.py --document docs/validation.md`; do not edit.",
+        f"Written by `python benchmarks/published.py{f' --most {most}' if most else ''} --document "
+        "docs/validation.md`; do not edit.",
         "",
         f"{sum(r.error is not None for r in results)} published runs are priced with the plans "
         "that they were run with, by the same search and cost model that `autopar plan` uses. "

@@ -149,13 +149,16 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
     run, gather = option.cost, option.state.gather_s
     assert option.overlaps
     assert option.cold == 1 / LAYERS
-    warm = replace(option, cold=0.0)
+    warm = replace(option, cold=0.0, hidden=1.0)
     slow = replace(run, forward_compute_s=gather / 4)
     assert replace(warm, cost=slow).forward_s == run.forward_s + gather * 3 / 4
     assert replace(warm, cost=slow, overlaps=False).forward_s == run.forward_s + gather
     fast = replace(run, forward_compute_s=2 * gather)
     assert replace(warm, cost=fast).forward_s == run.forward_s
-    exposed = replace(option, cost=fast).forward_s - run.forward_s
+    assert replace(warm, cost=fast, hidden=0.9).forward_s == pytest.approx(
+        run.forward_s + 0.1 * gather
+    )
+    exposed = replace(option, cost=fast, hidden=1.0).forward_s - run.forward_s
     assert exposed == pytest.approx(gather / 4)
 
 
@@ -163,7 +166,8 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
 def test_gradients_of_levels_2_and_3_are_summed_beside_the_last_backward(pricer, level, early):
     found = pricer(pins=[f"zero={level}", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
-    option = replace(class_options(found, grid(), block.class_index, {})[0], cold=0.0)
+    option = class_options(found, grid(), block.class_index, {})[0]
+    option = replace(option, cold=0.0, hidden=1.0)
     state, again_s = option.state, option.state.gather_again_s(option.again.weights)
     summed = found.prices(grid()).collective(RS, 4 * HIDDEN * HIDDEN, "data")
     assert state.early_s == (summed if early else 0.0)
