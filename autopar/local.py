@@ -47,11 +47,17 @@ class VerifyReport:
     first_difference: str | None
     unplanned: tuple[str, ...]
     losses: tuple[float, ...] = field(default=())
+    skipped: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
-        return self.first_difference is None and not self.unplanned
+        """Whether everything agrees, in at least one step that trained."""
+        return self.trained and self.first_difference is None and not self.unplanned
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step had gradients that are numbers; others are skipped and prove nothing."""
+        return self.skipped < max(self.steps, 1)
 
     @property
     def text(self) -> str:
@@ -64,7 +70,13 @@ class VerifyReport:
         lines.append(f"  {'collectives':<22} {answer}")
         if self.first_difference:
             lines.append(f"  first difference: {self.first_difference}")
+        if self.skipped:
+            lines.append(
+                f"  {'overflow':<22} skipped {self.skipped} of {self.steps} steps, as on one device"
+            )
         verdict = "same numbers as one device" if self.ok else "NOT the same as one device"
+        if not self.trained:
+            verdict = "NOTHING compared: every step overflowed on one device; try bf16"
         lines.append(f"{verdict} (tolerance {self.tolerance:.0e})")
         return "\n".join(lines)
 
@@ -79,6 +91,7 @@ class VerifyReport:
             "first_difference": self.first_difference,
             "unplanned_collectives": list(self.unplanned),
             "losses": list(self.losses),
+            "skipped_steps": self.skipped,
         }
 
 
@@ -150,6 +163,7 @@ def summarise(
         first_difference=first,
         unplanned=tuple(_unplanned(planned, reports)),
         losses=reports[0].losses,
+        skipped=reports[0].skipped,
     )
 
 

@@ -142,7 +142,7 @@ class MasterWeights:
     The model computes in its own dtype; the optimizer updates the copies, from gradients in
     float32, and they are cast back into the model. `parameters` are what the optimizer updates:
     frozen ones and those in a wide dtype have no copy and are the model's own. With a `loss_scale`
-    a step with a gradient that is not finite is skipped.
+    a step with a gradient that is not finite is skipped; `overflowed` says so of the last one.
     """
 
     def __init__(
@@ -164,6 +164,7 @@ class MasterWeights:
         }
         self.optimizer = make_optimizer(self.parameters)
         self._scale = loss_scale
+        self.overflowed = False
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of the loss, unscaled, into `.grad` of `parameters`; none after an overflow."""
@@ -175,9 +176,9 @@ class MasterWeights:
         for own in self._own:
             own.grad = None
         if self._scale is not None:
-            overflowed = not all(bool(g.isfinite().all()) for g in grads if g is not None)
-            self._scale.update(overflowed=overflowed)
-            if overflowed:
+            self.overflowed = not all(bool(g.isfinite().all()) for g in grads if g is not None)
+            self._scale.update(overflowed=self.overflowed)
+            if self.overflowed:
                 return
         for grad, master in zip(grads, self.parameters, strict=True):
             if grad is not None:

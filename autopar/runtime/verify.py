@@ -34,12 +34,16 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank compared: every deviation, in the order met, and what it communicated."""
+    """What one rank compared: every deviation, in the order met, and what it communicated.
+
+    `skipped` counts the steps that overflowed on one device, in which nothing was trained.
+    """
 
     rank: int
     deviations: tuple[Deviation, ...]
     losses: tuple[float, ...]
     collectives: tuple[Collective, ...]
+    skipped: int = 0
 
 
 def call_model(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Tensor:
@@ -99,6 +103,7 @@ def compare(
     _compare_weights(parallel, known, 0, note, floor=0.0)
     start = [p.detach().clone() for p in masters.parameters]
     collectives: tuple[Collective, ...] = ()
+    skipped = 0
     for step in range(steps):
         recorder = parallel.world.recorder
         recorder.start()
@@ -107,6 +112,7 @@ def compare(
         with reference_random(seed, step):
             expected = call_model(reference, batch, loss_fn)
         masters.backward(expected)
+        skipped += masters.overflowed
         losses.append(float(loss))
         note("loss", "loss", step, loss, expected)
         if step == 0:
@@ -131,6 +137,7 @@ def compare(
         deviations=tuple(found),
         losses=tuple(losses),
         collectives=collectives,
+        skipped=skipped,
     )
 
 
