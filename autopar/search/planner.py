@@ -193,8 +193,10 @@ class Planner:
         """What a grid whose solver ran out of time may still be found to take; inf if proven."""
         if staged.solution.status not in (Status.FEASIBLE, Status.TIME_LIMIT):
             return inf
-        bounds = staged.solution.bound, lower_bound(staged.problem)
-        return max(*bounds, self.bounds.sharded(staged.grid))
+        bound = max(staged.solution.bound, self.bounds.sharded(staged.grid))
+        if staged.problem.shares_ranks:  # with more in flight than every plan needs
+            return bound
+        return max(bound, lower_bound(staged.problem))
 
     def _check_pins(self, candidates: Sequence[Grid]) -> None:
         """Raise InfeasiblePlan for a pin that would be honoured in name only."""
