@@ -159,11 +159,11 @@ class Planner:
                 seen.unsolved += len(queue) + 1
                 return bound
             seen.looked_at += 1
-            found = self._solve(grid, seen)
-            first = next(found, None)
-            seen.in_vain += first is not None
-            for staged in () if first is None else (first, *found):
+            best, solved = seen.best, False
+            for staged in self._solve(grid, seen):
                 seen.add(staged)
+                solved = True
+            seen.in_vain += solved and seen.best is best
         return None
 
     def _found(self, seen: _Seen) -> Found:
