@@ -6,6 +6,7 @@ optimizer sees lies as the stored parameters do, in theirs.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -56,7 +57,7 @@ class GradientSync:
         store.gathers.reduce = self._gathered_gradient
         for entry in entries:
             if not _is_gathered(entry) and (entry.spec.zero == 2 or _is_wide(entry)):
-                hook = partial(self._leaf_gradient, entry)
+                hook = partial(_on_gradient, weakref.ref(self), entry.spec.fqn)
                 entry.local.register_post_accumulate_grad_hook(hook)
 
     def _reset(self) -> None:
@@ -112,11 +113,12 @@ class GradientSync:
         self._sum_tied()
         self._hand_out()
 
-    def _leaf_gradient(self, entry: Entry, leaf: Tensor) -> None:
+    def leaf_gradient(self, name: str) -> None:
         """A backward has added to the gradient of a leaf."""
+        entry = self._store.entries[name]
         if _is_wide(entry):
             self._widen(entry)
-        self._seen[entry.spec.fqn] += 1
+        self._seen[name] += 1
         if entry.spec.zero != 2 or not self._is_early:
             return
         while self._next < len(self._early):
@@ -262,3 +264,11 @@ def _is_gathered(entry: Entry) -> bool:
 def _is_wide(entry: Entry) -> bool:
     """Whether gradients are added up in another dtype than the leaf's."""
     return entry.grad_dtype != entry.local.dtype
+
+
+def _on_gradient(sync: weakref.ref[GradientSync], name: str, leaf: Tensor) -> None:
+    """A leaf's hook. What it held would live on with the leaf: collecting cycles of Python objects
+    does not see through tensors."""
+    alive = sync()
+    if alive is not None:
+        alive.leaf_gradient(name)
