@@ -1,5 +1,6 @@
 """ZeRO levels over data, tensor and pipeline ranks: numbers of one device, memory of a shard."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ from autopar.runtime import comm, kernels
 from autopar.runtime.clip import clip_grad_norm_, grad_norm
 from autopar.runtime.measure import state_bytes
 from autopar.runtime.optim import bind_optimizer
+from autopar.runtime.parameters import ParameterStore
 
 pytestmark = pytest.mark.distributed
 
@@ -78,9 +80,16 @@ def check_all(grid):
         check_training(grid, level, "momentum", 2.0, recompute=True)
 
 
+def living_stores():
+    gc.collect()
+    return sum(type(item) is ParameterStore for item in gc.get_objects())
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_training_equals_one_device(pool4, grid):
+    """Nothing is left of a model afterwards, which the hooks of its leaves could keep alive."""
     pool4.run(check_all, grid)
+    assert pool4.run(living_stores) == [0] * 4
 
 
 def check_split_backward():
