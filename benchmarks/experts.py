@@ -1,6 +1,6 @@
 """What the planner chooses with nothing pinned, beside what people who trained such models chose.
 
-python benchmarks/experts.py [NAME ...] [--time-limit S] [--json]
+python benchmarks/experts.py [NAME ...] [--time-limit S] [--json] [--document docs/experts.md]
 
 Each row has the published choice and its source, and what the plan must have to agree with it. A
 plan that disagrees is shown with the price of the published choice: the same with that pinned.
@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autopar.compiler import PlanOptions, load_source, plan_source
@@ -169,12 +170,50 @@ def shown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+HEADER = """# What experts chose, and what the planner chooses
+
+Written by `python benchmarks/experts.py --document docs/experts.md`: each job as it was published,
+planned with nothing pinned. Where the two differ in more than degrees, the published choice is
+planned too, pinned, and its predicted step stands beside ours.
+
+| job | published choice | chosen | step | certificate |
+|---|---|---|---|---|
+"""
+
+
+def document(rows: list[dict[str, Any]]) -> str:
+    """The reports as a page."""
+    lines = []
+    for row in rows:
+        case = CASES[row["name"]]
+        job = (
+            f"{case.model} on `{case.cluster}`, sequence {case.seq_len}, batch {case.global_batch}"
+        )
+        chosen = f"{'agrees' if row['agrees'] else 'disagrees'}: {row['grid']}"
+        if "published_step_s" in row:
+            step_s, grid = row["published_step_s"], row["published_grid"]
+            chosen += f"; the published choice takes {step_s:.3f} s ({grid})"
+        cells = [
+            job,
+            f"{row['published']} ({row['source']})",
+            chosen,
+            f"{row['step_s']:.3f} s",
+            row["certificate"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    parts = ["\n## The techniques of each\n"]
+    for row in rows:
+        parts += [f"\n{row['name']}:\n", *(f"- {line}" for line in row["techniques"])]
+    return HEADER + "\n".join(lines) + "\n" + "\n".join(parts) + "\n"
+
+
 def main() -> None:
     """Print every case asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--document", metavar="FILE", type=Path, help="write a page of the cases")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CASES]
     if unknown:
@@ -186,6 +225,8 @@ def main() -> None:
             print(shown(rows[-1]), flush=True)
     if options.json:
         print(json.dumps(rows, indent=1))
+    if options.document is not None:
+        options.document.write_text(document(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -146,11 +146,32 @@ def _drop_dominated(core: Core, node: int, limited: set[int]) -> bool:
 
 
 def _worst_change(matrix: Array) -> Array:
-    """max over k of M[j, k] - M[i, k], as [j, i]; a k that i cannot go with does not count."""
-    worst = np.full((len(matrix), len(matrix)), -np.inf)
-    finite = np.isfinite(matrix)
-    filled = np.where(finite, matrix, 0.0)
-    for j in range(len(matrix)):
+    """max over k of M[j, k] - M[i, k], as [j, i]; a k that i cannot go with does not count.
+
+    Options that look alike to a neighbour have the same row, so few rows and columns differ.
+    """
+    first, kind = _distinct(matrix)
+    rows = matrix[first]
+    columns, _ = _distinct(rows.T)
+    rows = rows[:, columns]
+    finite = np.isfinite(rows)
+    filled = np.where(finite, rows, 0.0)
+    worst = np.full((len(rows), len(rows)), -np.inf)
+    for j in range(len(rows)):
         change = np.where(finite[j], filled[j] - filled, np.inf)
         worst[j] = np.where(finite, change, -np.inf).max(axis=1)
-    return worst
+    return worst[np.ix_(kind, kind)]
+
+
+def _distinct(rows: Array) -> tuple[list[int], list[int]]:
+    """The index of the first of each distinct row, and which of these every row is."""
+    seen: dict[bytes, int] = {}
+    first: list[int] = []
+    kind: list[int] = []
+    for index, row in enumerate(rows):
+        key = row.tobytes()
+        if key not in seen:
+            seen[key] = len(first)
+            first.append(index)
+        kind.append(seen[key])
+    return first, kind
