@@ -85,7 +85,7 @@ def counted_and_predicted(name, pins, limit):
     ("name", "pins", "limit"),
     [
         ("gpt", {"tensor": 2}, None),
-        ("gpt", {"pipeline": 2}, None),
+        ("gpt", {"pipeline": 2, "schedule": "1f1b"}, None),
         ("gpt", {"data": 2}, None),
         ("gpt", {"tensor": 2, "weight:blocks.0.feed_forward.up.weight": "R"}, None),
         ("gpt", {"tensor": 2, "weight:blocks.0.attention.qkv.weight": "S(1)"}, None),

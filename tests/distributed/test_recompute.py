@@ -140,11 +140,11 @@ def step(name, pins):
 
 
 GRIDS = {
-    "single": {"micro_batches": 1, "data": 1},
+    "single": {"micro_batches": 1, "data": 1, "schedule": "1f1b"},
     "tensor": {"micro_batches": 1, "tensor": 2},
     "data": {"micro_batches": 1, "data": 2},
     "zero 3": {"micro_batches": 2, "data": 2, "zero": 3},
-    "pipeline": {"micro_batches": 2, "pipeline": 2},
+    "pipeline": {"micro_batches": 2, "pipeline": 2, "schedule": "1f1b"},
 }
 
 
