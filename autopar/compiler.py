@@ -172,12 +172,21 @@ def source_setting(
     source: ModelSource, cluster: Cluster | str, options: PlanOptions, progress: Progress = _quiet
 ) -> Setting:
     """What a search over the plans of a model by name is given; the model is not allocated."""
+    where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    captured, options = _capture_source(source, where, options, progress)
+    return planning_setting(captured, where, options, name=source.name, progress=progress)
+
+
+def _capture_source(
+    source: ModelSource, cluster: Cluster, options: PlanOptions, progress: Progress
+) -> tuple[Captured, PlanOptions]:
+    """A model by name, captured without memory for it, and the options with its batch size."""
     progress("building the model", None)
     model, batch, loss_fn = build_meta(source, options)
-    options = replace(options, global_batch=options.global_batch or source.default_batch)
+    _checked(options, cluster)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
-    return planning_setting(captured, cluster, options, name=source.name, progress=progress)
+    return captured, replace(options, global_batch=options.global_batch or source.default_batch)
 
 
 def _checked(options: PlanOptions, cluster: Cluster) -> tuple[Pins, Precision]:
@@ -279,18 +288,8 @@ def plan_source(
 ) -> Planned:
     """Plan a model by name, without allocating it."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    progress("building the model", None)
-    model, batch, loss_fn = build_meta(source, options)
-    batch_size = options.global_batch or source.default_batch
-    return plan_model(
-        model,
-        batch,
-        where,
-        replace(options, global_batch=batch_size),
-        name=source.name,
-        loss_fn=loss_fn,
-        progress=progress,
-    )
+    captured, options = _capture_source(source, where, options, progress)
+    return plan_captured(captured, where, options, name=source.name, progress=progress)
 
 
 def write_program(planned: Planned, folder: Path | str) -> None:

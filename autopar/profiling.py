@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.compiler import PlanOptions, load_source, source_setting
+from autopar.costs.measure import threads
 from autopar.costs.profiles import Machine
 from autopar.devices import profile_path, this_machine
 from autopar.errors import InputError
@@ -128,7 +129,8 @@ def profile_model(
         raise InputError(f"{path}: cannot make its folder: {error.strerror}") from None
     setting = source_setting(load_source(model, seq_len=seq_len), cluster, options, progress)
     device = torch.device(machine.kind)
-    with _threads(1), _interruptible(path), _ranks(cluster, machine, links) as ranks:
+    # ops of a CPU are measured as its workers run them: on one thread each
+    with threads(1), _interruptible(path), _ranks(cluster, machine, links) as ranks:
         if isinstance(ranks, Torchrun) and not ranks.leads:
             ranks.follow()
             return ProfileReport(machine=machine, path=str(path), ops=Outcome())
@@ -176,17 +178,6 @@ def _ranks(cluster: Cluster, machine: Machine, wanted: bool) -> Iterator[Ranks |
             yield pool
     else:
         yield None
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Ops of a CPU are measured as its workers run them: on one thread each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from replay.document import document
-from replay.figures import quantile
+from replay.figures import error_figures, p90
 from replay.nccl import errors_by_part as collective_errors
 from replay.price import Captures, grid_step_s, memory_bytes, peak_bytes, search
 from replay.rows import (
@@ -123,15 +123,7 @@ def _by_model(row: Row) -> tuple[Any, ...]:
 def errors(results: Iterable[Result]) -> dict[str, float | int]:
     """Number, median and 90th percentile of |error|, and the median signed error."""
     found = [r.error for r in results if r.error is not None]
-    if not found:
-        return {"runs": 0}
-    sizes = [abs(e) for e in found]
-    return {
-        "runs": len(found),
-        "median": median(sizes),
-        "p90": quantile(sizes, 0.9),
-        "bias": median(found),
-    }
+    return {"runs": len(found), **(error_figures(found) if found else {})}
 
 
 def regrets(results: Iterable[Result]) -> list[float]:
@@ -168,7 +160,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         **errors(results),
         "groups": len(found),
         "regret_median": median(found) if found else 0.0,
-        "regret_p90": quantile(found, 0.9) if found else 0.0,
+        "regret_p90": p90(found) if found else 0.0,
         **feasibility(results),
         "unpriced": sum(r.fits is None for r in results),
     }

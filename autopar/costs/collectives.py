@@ -102,6 +102,11 @@ class Route:
         """How many of the ranks at a time share links faster than the slowest needed."""
         return prod(hop.size for hop in self.levels[:-1])
 
+    @property
+    def group(self) -> tuple[int, str, int]:
+        """What measured times are kept by: the ranks, the slowest level of links, `packed`."""
+        return self.flat.size, self.flat.link.name, self.packed
+
     def time_s(self, op: CollectiveOp, nbytes: float, measured: LinkTimes | None = None) -> float:
         """Seconds of `op`: as measured, else the better of flat and level by level, as NCCL
         chooses."""
@@ -109,17 +114,13 @@ class Route:
             return 0.0
         sends = op is CollectiveOp.SEND_RECV
         if measured is not None:
-            group = (2, self.neighbour.name, 1) if sends else (self.flat.size, *self._place)
+            group = (2, self.neighbour.name, 1) if sends else self.group
             if (found := measured.link_s(op, nbytes, *group)) is not None:
                 return found
         if sends:
             return collective_time_s(op, nbytes, 2, self.neighbour)
         flat_s = collective_time_s(op, nbytes, self.flat.size, self.flat.link)
         return min(flat_s, hierarchical_time_s(op, nbytes, self.levels))
-
-    @property
-    def _place(self) -> tuple[str, int]:
-        return self.flat.link.name, self.packed
 
 
 def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) -> float:

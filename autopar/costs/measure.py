@@ -28,7 +28,7 @@ def measure_device(
     """
     cores = (os.cpu_count() or 1) / workers
     share = max(1, int(cores)) if cores >= 1 else cores
-    with _threads(1):
+    with threads(1):
         rates = tuple((dtype, share * _matmul_flops(dtype)) for dtype in CALIBRATED_DTYPES)
         bandwidth = min(share, 1.0) * _copy_bandwidth()
         overhead_s = _op_overhead_s() / min(share, 1.0)
@@ -45,7 +45,8 @@ def measure_device(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Within, torch computes on so many threads of the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

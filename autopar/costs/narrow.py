@@ -14,10 +14,8 @@ from autopar.costs.flops import CONTRACTIONS
 from autopar.costs.local_op import LocalOp
 from autopar.costs.traffic import Traffic
 
-_LINEAR = frozenset(
-    {"linear", "mm", "matmul", "addmm", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
-    | {"expert_mm"}
-)
+_GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback", "expert_mm")
+_LINEAR = frozenset({"linear", "mm", "matmul", "addmm", *_GROUPED})
 _WRITTEN_BYTES = 2
 """Bytes written per element: as it lies, and transposed."""
 
@@ -27,10 +25,7 @@ def is_linear(op: LocalOp) -> bool:
 
     Attention's products, of one activation with another, stay as they are.
     """
-    if op.name not in _LINEAR:
-        return False
-    right = op.input_shapes[CONTRACTIONS[op.name][1] + 1]
-    return len(right) == 2 or op.name not in ("matmul", "mm", "addmm")
+    return op.name in _LINEAR and (op.name != "matmul" or len(op.input_shapes[1]) == 2)
 
 
 def cast_traffic(op: LocalOp) -> Traffic:

@@ -229,6 +229,11 @@ class Prediction:
     interpolated_ops: int = 0
     priced_ops: int = 0
 
+    @property
+    def modelled_ops(self) -> int:
+        """Ops priced by the model, without a profile's time or one between its times."""
+        return self.priced_ops - self.measured_ops - self.interpolated_ops
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:

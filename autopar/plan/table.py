@@ -86,9 +86,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "op_times": {
             "measured": plan.prediction.measured_ops,
             "interpolated": plan.prediction.interpolated_ops,
-            "modelled": plan.prediction.priced_ops
-            - plan.prediction.measured_ops
-            - plan.prediction.interpolated_ops,
+            "modelled": plan.prediction.modelled_ops,
         },
         "status": certificate.status,
         "bound_s": certificate.bound_s,
@@ -384,11 +382,10 @@ def _prediction(plan: Plan) -> str:
 
 
 def _op_sources(prediction: Prediction) -> str:
-    measured, between = prediction.measured_ops, prediction.interpolated_ops
-    modelled = prediction.priced_ops - measured - between
     return (
-        f"op times: {measured} of {prediction.priced_ops} measured, {between} interpolated between "
-        f"measured sizes, {modelled} from the cost model"
+        f"op times: {prediction.measured_ops} of {prediction.priced_ops} measured, "
+        f"{prediction.interpolated_ops} interpolated between measured sizes, "
+        f"{prediction.modelled_ops} from the cost model"
     )
 
 

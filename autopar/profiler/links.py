@@ -18,6 +18,7 @@ from autopar.ir.collective import CollectiveOp
 from autopar.profiler.timing import timing_of
 from autopar.runtime import primitives
 from autopar.runtime.axes import AxisGroup
+from autopar.runtime.groups import end_groups
 from autopar.runtime.recorder import Recorder
 
 MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
@@ -52,8 +53,7 @@ def group_requests(cluster: Cluster, messages: Sequence[int]) -> tuple[GroupRequ
     for size, stride in ((s, t) for s in sizes for t in range(1, devices // s + 1)):
         if devices // size % stride:
             continue
-        route = axis_route(Axis(name="", size=size, stride=stride), cluster)
-        group = (size, route.flat.link.name, route.packed)
+        group = axis_route(Axis(name="", size=size, stride=stride), cluster).group
         found.setdefault(
             ("group", *group), _request(size, stride, tuple(RING_PASSES), group, messages)
         )
@@ -101,9 +101,7 @@ def measure_group(request: GroupRequest, device: torch.device, limit_s: float) -
             group=made[own],
         )
     records = list(_measured(request, axis, device, limit_s))
-    for group in made:
-        if isinstance(group, dist.ProcessGroup):  # a stranger to the group has a number
-            dist.destroy_process_group(group)
+    end_groups(made)
     return records
 
 

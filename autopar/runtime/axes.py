@@ -136,8 +136,7 @@ class World:
 
         Nothing may communicate through them afterwards. All processes call it.
         """
-        # a stranger to a group has a number in its place
-        end_groups(group for group in self.groups if isinstance(group, dist.ProcessGroup))
+        end_groups(self.groups)
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -21,14 +21,16 @@ _REMEMBERS_MESHES = (
 """Functions whose results torch caches by arguments that hold a mesh."""
 
 
-def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+def end_groups(groups: Iterable[object]) -> None:
     """Destroy groups and forget the meshes made of them. Nothing may use them afterwards.
 
+    Groups are as `new_group` gave them: to a stranger a number, which is passed over.
     Their threads end when the last mesh or model that holds one is gone. The caches that are
     emptied fill again at the next use of a DTensor.
     """
     for group in groups:
-        dist.destroy_process_group(group)
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     for owner, name in _REMEMBERS_MESHES:

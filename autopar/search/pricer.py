@@ -44,8 +44,8 @@ class BlockCost:
     `transient_bytes` while the block runs. `ways` are what it may keep and what it then runs again,
     the fastest first. `weight_s` is the part of `backward_s` that computes weight gradients,
     `deferred_bytes` what is held until then for each micro-batch, where a schedule splits the
-    backward. `unmeasured` are ops that a profile has no time of, and the reason. What the block's
-    parameters cost besides is in `search.state`.
+    backward. `unmeasured` are ops that a profile has no time of. What the block's parameters cost
+    besides is in `search.state`.
     """
 
     forward_s: float

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.collectives import RING_PASSES, axis_collective_time_s
 from autopar.costs.hardware import NIC_EFFICIENCY
 from autopar.ir.cluster import Axis, Cluster
 from autopar.ir.collective import CollectiveOp
-from replay.figures import quantile
+from replay.figures import error_figures
 from replay.rows import DEVICES, Row, read_rows
 
 DATA = Path(__file__).parents[1] / "data" / "collectives.jsonl"
@@ -111,13 +110,7 @@ def split(timings: Iterable[Timing]) -> Mapping[str, str]:
 def errors(timings: Sequence[Timing]) -> dict[str, float | int]:
     """Number of rows, median and 90th percentile of |error|, and the median signed one."""
     found = [item.seconds() / item.measured_s - 1 for item in timings]
-    sizes = [abs(e) for e in found]
-    return {
-        "rows": len(found),
-        "median": median(sizes),
-        "p90": quantile(sizes, 0.9),
-        "bias": median(found),
-    }
+    return {"rows": len(found), **error_figures(found)}
 
 
 def read_timings(paths: Iterable[Path] = (DATA,)) -> list[Timing]:
