@@ -137,6 +137,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, found {text!r}")
+    return value
+
+
 def _pin(text: str) -> tuple[str, str]:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals and value):
@@ -234,6 +241,14 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", help=text)
 
 
+def _top(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "name this many other techniques that came next, each solved (default: up to 5 of those "
+        "that the search met)"
+    )
+    parser.add_argument("--top", metavar="K", type=_whole, help=text)
+
+
 def _op(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", metavar="NAME", help="explain this op or parameter")
 
@@ -267,13 +282,19 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         help="seconds of search (default: 120)",
     )
+    add(
+        "--gap",
+        metavar="G",
+        type=_share,
+        help="end the search once the plan is proven to be within this share of the best (0.02)",
+    )
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 
 
 COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "plan": (
         "find the best way to train a model on a cluster",
-        (_model, _cluster, _planning, _profile, _output_file),
+        (_model, _cluster, _planning, _top, _profile, _output_file),
     ),
     "profile": (
         "measure the ops and collectives that plans of a model can need, on this machine",

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from autopar.plan.explain import explain as explain_plan
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import read_plan, write_plan
 from autopar.plan.table import plan_summary, plan_table, sequence_length
-from autopar.plan.text import columns, digits, number, section
+from autopar.plan.text import columns, digits, left_last, number, section
 from autopar.profiler.files import merge, profile_for, read_profiles, write_profiles
 from autopar.profiler.summary import profiles_summary, profiles_table
 from autopar.progress import Report, progress
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _DONE, _NO = 0, 1
 
-_PLANNING = ("global_batch", "precision", "optimizer", "time_limit", "backend")
+_PLANNING = ("global_batch", "precision", "optimizer", "time_limit", "gap", "backend")
 _GIB = 2**30
 
 
@@ -45,6 +45,8 @@ def plan(options: Namespace) -> int:
     if options.output:
         _check_file(options.output)
     request = _plan_options(options)
+    if options.top is not None:
+        request = replace(request, top=options.top)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
     measured = read_profiles(options.profile) if options.profile else ()
     with progress() as report:
@@ -207,7 +209,7 @@ def zoo(options: Namespace) -> int:
         for m in ZOO.values()
     ]
     _print(
-        options, {"models": models}, _left_last(("model", "parameters", "tokens", "  source"), rows)
+        options, {"models": models}, left_last(("model", "parameters", "tokens", "  source"), rows)
     )
     return _DONE
 
@@ -362,10 +364,3 @@ def _print(options: Namespace, data: Mapping[str, Any], text: str) -> None:
 
 def _mapping_text(result: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {value}" for key, value in result.items())
-
-
-def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns whose last, a text, is not aligned."""
-    table = columns(header[:-1], [row[:-1] for row in rows]).split("\n")
-    texts = [header[-1], *(row[-1] for row in rows)]
-    return "\n".join(line + text for line, text in zip(table, texts, strict=True))

@@ -60,6 +60,8 @@ class PlanOptions:
 
     `global_batch` defaults to the source's own. `pins` are (key, value) texts; without `price_pins`
     the plan does not say what they cost, which saves a search of everything that they rule out.
+    The search ends once the plan is proven to be within `gap` of the best, or at the time limit.
+    It names the techniques that came next: those it met, or `top` of them, searched for.
     """
 
     global_batch: int | None = None
@@ -70,6 +72,8 @@ class PlanOptions:
     price_pins: bool = True
     memory_limit_bytes: int | None = None
     time_limit_s: float = 120.0
+    gap: float = 0.0
+    top: int | None = None
     backend: str = "highs"
     profile: Profile | None = None
 
@@ -165,6 +169,8 @@ def planning_setting(
         profile=options.profile,
         backend=options.backend,
         time_limit_s=options.time_limit_s,
+        gap=options.gap,
+        top=options.top,
     )
 
 

@@ -172,7 +172,8 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A grid the search looked at: its degrees, and its step time or why it is out."""
+    """A grid the search looked at: its degrees, its step time and peak memory where it fits, and
+    why it lost."""
 
     pipeline: int
     axes: tuple[MeshAxis, ...]
@@ -181,6 +182,7 @@ class Candidate:
     step_s: float | None
     verdict: str
     chunks: int = 1
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ from autopar.plan.text import (
     columns,
     decimals,
     duration,
+    left_last,
     number,
     page,
     percent,
@@ -153,9 +154,9 @@ def certificate_text(certificate: Certificate) -> str:
 
 def runners_up_text(plan: Plan) -> str:
     """The grids that came next, each with what the search says of it."""
-    header = ("pipeline", "mesh", "micro-batch", "schedule", "objective", "")
+    header = ("pipeline", "mesh", "micro-batch", "schedule", "objective", "peak", "  lost by")
     rows = [_candidate(candidate) for candidate in plan.certificate.runners_up]
-    return columns(header, rows, left=0) if rows else ""
+    return left_last(header, rows) if rows else ""
 
 
 def pins_text(plan: Plan) -> str:
@@ -176,7 +177,8 @@ def _candidate(candidate: Candidate) -> tuple[str, ...]:
     mesh = " x ".join(map(_axis_text, candidate.axes))
     chunks = f" x {candidate.chunks}" if candidate.chunks > 1 else ""
     degrees = (str(candidate.pipeline), mesh, str(candidate.micro_batch))
-    return (*degrees, candidate.schedule + chunks, step, candidate.verdict)
+    peak = "" if candidate.peak_bytes is None else amount(candidate.peak_bytes)
+    return (*degrees, candidate.schedule + chunks, step, peak, f"  {candidate.verdict}")
 
 
 def _axis_text(axis: MeshAxis) -> str:

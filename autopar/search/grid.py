@@ -36,6 +36,11 @@ class Grid:
         """The grid without its schedule, on which no block's options depend."""
         return replace(self, schedule="", chunks=1)
 
+    @property
+    def technique(self) -> tuple[object, ...]:
+        """What makes a grid another answer, not the same one with another micro-batch."""
+        return self.pipeline, self.mesh, self.schedule, self.chunks
+
     def degree(self, name: str) -> int:
         """Size of a mesh axis; 1 where the mesh has no such axis."""
         return next((axis.size for axis in self.mesh if axis.name == name), 1)

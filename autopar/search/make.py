@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.costs.optimizer_state import optimizer_note
 from autopar.costs.profiles import Profile
@@ -11,7 +12,6 @@ from autopar.errors import InputError
 from autopar.plan.fingerprint import fingerprint
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import (
-    Candidate,
     Certificate,
     PinPrice,
     Plan,
@@ -19,6 +19,7 @@ from autopar.plan.plan import (
     StagePlan,
     Training,
 )
+from autopar.plan.text import percent
 from autopar.rules import has_rule
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.simulate import simulate
@@ -29,12 +30,12 @@ from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import PATIENCE, Found, Planner, Progress
 from autopar.search.pricer import BlockCost
+from autopar.search.runners_up import runners_up
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
-_RUNNERS_UP = 5
 _UNMEASURED = 5
 
 
@@ -84,7 +85,7 @@ def _plan(planner: Planner, found: Found) -> Plan:
         stages=stages,
         collectives=(),
         prediction=predict(setting, staged, stages),
-        certificate=_certificate(setting, found),
+        certificate=_certificate(planner, found),
         notes=(
             *_schedule_notes(grid),
             *_notes(setting, planner),
@@ -141,8 +142,12 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
 
 def predicted(planner: Planner, found: Found) -> Prediction:
     """What the best plan of a search is predicted to take, without the plan."""
-    _, stages = stage_plans(planner.pricer, found.best)
-    return predict(planner.setting, found.best, stages)
+    return _predicted(planner, found.best)
+
+
+def _predicted(planner: Planner, staged: Staged) -> Prediction:
+    _, stages = stage_plans(planner.pricer, staged)
+    return predict(planner.setting, staged, stages)
 
 
 def _costs(staged: Staged) -> list[BlockCost]:
@@ -151,23 +156,20 @@ def _costs(staged: Staged) -> list[BlockCost]:
     return [staged.options[kind][option].cost for kind, option in chosen]
 
 
-def _certificate(setting: Setting, found: Found) -> Certificate:
+def _certificate(planner: Planner, found: Found) -> Certificate:
+    setting = planner.setting
     objective = found.best.solution.objective
     bound = min(found.bound_s, objective)
-    others = sorted(
-        (s for s in found.solved if s.grid != found.best.grid),
-        key=lambda staged: staged.solution.objective,
-    )
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
     status = "optimal"
     if found.status is not Status.OPTIMAL:
         status = "feasible, within the gap"
         if found.gave_up:
             status = f"feasible, ended after {PATIENCE} grids without a better plan"
+        if found.close_enough:
+            status = f"feasible, ended at the gap of {percent(setting.gap)} that was asked for"
         if found.timed_out:
             status = "feasible, time limit reached"
-    unique = {staged.grid: staged for staged in reversed(others)}
-    ranked = sorted(unique.values(), key=lambda staged: staged.solution.objective)
     return Certificate(
         status=status,
         objective_s=objective,
@@ -177,20 +179,7 @@ def _certificate(setting: Setting, found: Found) -> Certificate:
         solved=solved,
         pruned=found.total - solved - found.unsolved,
         space=space_text(setting),
-        runners_up=tuple(_candidate(staged, objective) for staged in ranked[:_RUNNERS_UP]),
-    )
-
-
-def _candidate(staged: Staged, best_s: float) -> Candidate:
-    grid, step_s = staged.grid, staged.solution.objective
-    return Candidate(
-        pipeline=grid.pipeline,
-        axes=grid.mesh,
-        micro_batch=grid.micro_batch,
-        schedule=grid.schedule,
-        chunks=grid.chunks,
-        step_s=step_s,
-        verdict=f"{step_s / best_s - 1:+.1%} step time",
+        runners_up=runners_up(found, setting.top, partial(_predicted, planner)),
     )
 
 

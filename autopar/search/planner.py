@@ -35,7 +35,7 @@ from autopar.search.state import (
 from solvers.backends import get_backend
 from solvers.partition import PartitionProblem, lower_bound
 from solvers.partition_relaxation import relaxed_bound
-from solvers.solution import Status
+from solvers.solution import Status, relative_gap
 
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
@@ -69,6 +69,7 @@ class Found:
     status: Status
     timed_out: bool = False
     gave_up: bool = False
+    close_enough: bool = False
 
 
 @dataclass
@@ -85,19 +86,35 @@ class _Seen:
     unsolved: int = 0
     in_vain: int = 0
     timed_out: bool = False
+    close_enough: bool = False
     left_s: float = inf
+    top: int = 0
+    _fastest: dict[object, float] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
-        """What a plan must take less than, to be better than the best."""
-        return inf if self.best is None else self.best.solution.objective * (1 - _TIE)
+        """What a plan must take less than, to be better than the best, or to be among the `top`
+        that come after it, each by another technique."""
+        if len(self._fastest) <= self.top:
+            return inf
+        return sorted(self._fastest.values())[self.top] * (1 - _TIE)
+
+    def ends_search(self, bound: float, gap: float) -> bool:
+        """Whether the best is known to be within `gap` of grids with that bound and more."""
+        if self.best is None or not gap or len(self._fastest) <= self.top:
+            return False
+        return relative_gap(self.best.solution.objective, bound) <= gap
 
     def add(self, staged: Staged) -> None:
         """Keep what was found of a grid."""
         fits = staged.solution.status.has_solution
         (self.solved if fits else self.unfit).append(staged)
-        if fits and staged.solution.objective < self.limit_s:
+        if not fits:
+            return
+        objective, technique = staged.solution.objective, staged.grid.technique
+        if self.best is None or objective < self.best.solution.objective * (1 - _TIE):
             self.best, self.in_vain = staged, 0
+        self._fastest[technique] = min(objective, self._fastest.get(technique, inf))
 
 
 @dataclass
@@ -123,7 +140,7 @@ class Planner:
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
         self._check_pins(candidates)
-        seen, first = _Seen(), self._first_schedule()
+        seen, first = _Seen(top=self.setting.top or 0), self._first_schedule()
         for choose in (self._by_first_schedule, self._by_other_schedules):
             queue = choose(candidates, first, seen)
             seen.total += len(queue)
@@ -147,6 +164,10 @@ class Planner:
             if time.monotonic() > deadline and seen.best is not None:
                 seen.unsolved += len(queue) + 1
                 seen.timed_out = True
+                return bound
+            if seen.ends_search(bound, self.setting.gap):
+                seen.unsolved += len(queue) + 1
+                seen.close_enough = True
                 return bound
             self.progress("searching grids", seen.looked_at / seen.total)
             if sharpness < Sharpness.SCHEDULED and bound < inf:
@@ -186,7 +207,8 @@ class Planner:
             bound_s=min(left_s, chosen.solution.bound),
             status=Status.OPTIMAL if optimal else Status.FEASIBLE,
             timed_out=seen.timed_out,
-            gave_up=seen.unsolved > 0 and not seen.timed_out,
+            gave_up=seen.unsolved > 0 and not (seen.timed_out or seen.close_enough),
+            close_enough=seen.close_enough,
         )
 
     def _left_s(self, staged: Staged) -> float:

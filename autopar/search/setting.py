@@ -25,7 +25,8 @@ from autopar.search.pins import Pins
 class Setting(GraphFacts):
     """One planning request. `price_pins` asks what the pins cost against the free optimum,
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
-    `execution` is what runs the plan.
+    `gap` ends the search once a plan is proven to be that close to the best, `top` has it go on
+    until so many other techniques are solved too. `execution` is what runs the plan.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Setting(GraphFacts):
     execution: Execution = field(default_factory=Execution)
     backend: str = "highs"
     time_limit_s: float = 120.0
+    gap: float = 0.0
+    top: int | None = None
 
     @cached_property
     def whole_state(self) -> StateBytes:

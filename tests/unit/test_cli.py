@@ -68,6 +68,8 @@ class Options:
     pins: tuple[tuple[str, str], ...] = ()
     memory_limit_bytes: int | None = None
     time_limit_s: float = 60.0
+    gap: float = 0.0
+    top: int | None = None
     backend: str = "highs"
 
 
@@ -188,7 +190,7 @@ def test_options_reach_the_compiler(run, compiler):
         *("plan", "m.py:f", "--cluster", "8:h100-sxm", "--global-batch", "64", "--seq-len", "128"),
         *("--precision", "bf16", "--optimizer", "sgd", "--memory-limit", "1.5"),
         *("--time-limit", "9", "--backend", "cbc", "--pin", "tensor=2", "--pin", "boundary=a.1"),
-        *("--pin", "boundary=a.2", "--pin", "weight:a.w=S(0)"),
+        *("--pin", "boundary=a.2", "--pin", "weight:a.w=S(0)", "--gap", "0.02", "--top", "3"),
     )
     assert compiler.calls[0] == ("load", "m.py:f", 128)
     assert compiler.calls[1][3] == Options(
@@ -197,6 +199,8 @@ def test_options_reach_the_compiler(run, compiler):
         optimizer="sgd",
         memory_limit_bytes=3 * 2**29,
         time_limit_s=9.0,
+        gap=0.02,
+        top=3,
         backend="cbc",
         pins=(
             ("tensor", "2"),
@@ -225,6 +229,8 @@ BAD_USAGE = [
     ((*PLAN, "--seq-len", "1e3"), "argument --seq-len: expected a whole number of at least 1"),
     ((*PLAN, "--memory-limit", "nan"), "argument --memory-limit: expected a number above 0, found"),
     ((*PLAN, "--time-limit", "0"), "argument --time-limit: expected a number above 0, found '0'"),
+    ((*PLAN, "--gap", "1"), "argument --gap: expected a share between 0 and 1, found '1'"),
+    ((*PLAN, "--top", "0"), "argument --top: expected a whole number of at least 1, found '0'"),
     ((*PLAN, "--precision", "int3"), "argument --precision: invalid choice: 'int3'"),
     ((*PLAN, "--glob", "3"), "unrecognized arguments: --glob 3"),
     ((*PLAN, "--pin", "tensor"), "argument --pin: expected KEY=VALUE, found 'tensor'"),

@@ -1,0 +1,102 @@
+"""How far a search goes: the gap it may leave, the other techniques it names, and why they lost."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.capture import capture
+from autopar.compiler import PlanOptions, plan_captured
+
+BATCH = 512
+
+
+class Stack(nn.Module):
+    """Linear layers with GELU, and a mean squared error."""
+
+    def __init__(self, layers, hidden):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return ((x - y) ** 2).mean()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Plan a small stack, captured once."""
+    with torch.device("meta"):
+        captured = capture(Stack(8, 256), {k: torch.empty(BATCH, 256) for k in ("x", "y")})
+    return lambda cluster="local:4", **options: (
+        plan_captured(captured, cluster, PlanOptions(**options)).plan
+    )
+
+
+@pytest.fixture(scope="module")
+def best(plan):
+    return plan()
+
+
+@pytest.fixture(scope="module")
+def ranked(plan):
+    return plan(top=4)
+
+
+def technique(candidate):
+    return candidate.pipeline, candidate.axes, candidate.schedule, candidate.chunks
+
+
+def test_runners_up_are_other_techniques_by_their_times(plan, best, ranked):
+    found = ranked.certificate.runners_up
+    assert len(found) == 4
+    techniques = {technique(c) for c in found} | {technique(ranked)}
+    assert len(techniques) == 5
+    times = [c.step_s for c in found]
+    assert times == sorted(times) and times[0] > ranked.certificate.objective_s
+    assert ranked.prediction == best.prediction
+    assert {technique(c) for c in best.certificate.runners_up} <= {
+        technique(c) for c in plan(top=20).certificate.runners_up
+    }
+
+
+def test_the_techniques_that_are_named_are_the_next_best(plan, ranked):
+    """Those of a search for many more, cut to as many: none is left out by a bound."""
+    more = plan(top=12).certificate.runners_up[:4]
+    assert [technique(c) for c in ranked.certificate.runners_up] == [technique(c) for c in more]
+
+
+def test_a_runner_up_says_in_what_it_loses(ranked):
+    first = ranked.certificate.runners_up[0]
+    share = first.step_s / ranked.certificate.objective_s - 1
+    assert re.fullmatch(
+        rf"{re.escape(f'{share:+.1%}')} step time: gradient sync \+.* ms", first.verdict
+    )
+    assert 0 < first.peak_bytes < 2**30
+
+
+def test_a_technique_that_does_not_fit_says_what_it_lacks(plan, best):
+    """A device with less than what ZB-H1 needs; one micro-batch size, so that it cannot shrink."""
+    limit = int(best.prediction.peak_bytes * 0.9)
+    pins = (("pipeline", "4"), ("micro_batch", "128"))
+    found = plan(memory_limit_bytes=limit, pins=pins, price_pins=False, top=6).certificate
+    assert found.objective_s > best.certificate.objective_s
+    lost = {c.schedule: c for c in found.runners_up if c.step_s is None}
+    assert lost["zb-h1"].verdict.startswith("does not fit: stage ")
+    assert "takes at least" in lost["zb-h1"].verdict
+    assert lost["zb-h1"].peak_bytes is None
+
+
+def test_a_search_ends_at_the_gap_that_is_asked_for(plan, best):
+    found = plan(gap=0.4).certificate
+    assert found.status == "feasible, ended at the gap of 40.0% that was asked for"
+    assert 0 < found.gap <= 0.4
+    assert found.bound_s <= best.certificate.objective_s <= found.objective_s
+    assert found.solved < best.certificate.solved
+
+
+def test_a_gap_that_is_proven_anyway_is_optimal(plan, best):
+    assert plan(gap=1e-9).certificate == best.certificate
