@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(arguments)
         # a handler is named, not imported, until it is needed
-        handler = getattr(import_module("autopar.commands"), options.command)
+        module = HANDLERS.get(options.command, "autopar.commands")
+        handler = getattr(import_module(module), options.command.replace("-", "_"))
         status: int = handler(options)
         sys.stdout.flush()
         return status
@@ -127,6 +128,10 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_whole(part.strip()) for part in text.split(","))
+
+
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -181,6 +186,22 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="SPEC", required=True, help=_CLUSTER_HELP)
     text = "price local processes with the table of devices, not as measured on this machine"
     parser.add_argument("--no-measure", action="store_true", help=text)
+
+
+def _clusters(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    text = f"the sizes, joined by commas; or one, with --nodes. {_CLUSTER_HELP}"
+    add("--cluster", metavar="SPEC[,SPEC]", required=True, help=text)
+    add(
+        "--nodes",
+        metavar="N[,N]",
+        type=_counts,
+        help="sizes of the cluster in nodes like its own, such as 1,2,4,8",
+    )
+    text = "let the global batch grow with the devices from the first size on"
+    add("--weak", action="store_true", help=text)
+    text = "price local processes with the table of devices, not as measured on this machine"
+    add("--no-measure", action="store_true", help=text)
 
 
 def _given_plan(parser: argparse.ArgumentParser) -> None:
@@ -296,6 +317,10 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
         "find the best way to train a model on a cluster",
         (_model, _cluster, _planning, _top, _profile, _output_file),
     ),
+    "sweep": (
+        "plan a model on clusters of several sizes, and say how it scales",
+        (_model, _clusters, _planning),
+    ),
     "profile": (
         "measure the ops and collectives that plans of a model can need, on this machine",
         (_model, _cluster, _planning, _limits, _database),
@@ -317,7 +342,10 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "zoo": ("list the models that come with autopar", ()),
     "hardware": ("list the devices and links that autopar knows", ()),
 }
-"""Each command: what it does, and its arguments. Its handler has its name in `commands`."""
+"""Each command: what it does, and its arguments. Its handler has its name in `commands`, or in the
+module that `HANDLERS` has for it."""
+
+HANDLERS = dict.fromkeys(("sweep",), "autopar.questions.commands")
 
 
 if __name__ == "__main__":

@@ -44,20 +44,20 @@ def plan(options: Namespace) -> int:
 
     if options.output:
         _check_file(options.output)
-    request = _plan_options(options)
+    request = planning_options(options)
     if options.top is not None:
         request = replace(request, top=options.top)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
     measured = read_profiles(options.profile) if options.profile else ()
     with progress() as report:
-        cluster = _cluster(options, report)
+        cluster = cluster_of(options, report)
         if options.profile:
             request = replace(request, profile=profile_for(measured, cluster, options.profile))
         planned = compiler.plan_source(source, cluster, request, report)
     if options.output:
         write_plan(planned.plan, options.output)
     summary = plan_summary(planned.plan) | {"output": options.output}
-    _print(options, summary, plan_table(planned.plan))
+    print_result(options, summary, plan_table(planned.plan))
     if options.output:
         print(f"autopar: wrote {options.output}", file=sys.stderr)
     return _DONE
@@ -67,9 +67,9 @@ def profile(options: Namespace) -> int:
     """Measure what plans of a model can need."""
     from autopar import profiling
 
-    request = _plan_options(options)
+    request = planning_options(options)
     with progress(timed=True) as report:
-        cluster = _cluster(options, report)
+        cluster = cluster_of(options, report)
         result = profiling.profile_model(
             options.model,
             options.seq_len,
@@ -82,7 +82,7 @@ def profile(options: Namespace) -> int:
             links=not options.no_links,
             progress=report,
         )
-    _print(options, result.as_dict(), result.text)
+    print_result(options, result.as_dict(), result.text)
     return _DONE
 
 
@@ -92,7 +92,9 @@ def profiles(options: Namespace) -> int:
     if options.output:
         _check_file(options.output)
         write_profiles(found, options.output)
-    _print(options, profiles_summary(found) | {"output": options.output}, profiles_table(found))
+    print_result(
+        options, profiles_summary(found) | {"output": options.output}, profiles_table(found)
+    )
     if options.output:
         print(f"autopar: wrote {options.output}", file=sys.stderr)
     return _DONE
@@ -101,7 +103,7 @@ def profiles(options: Namespace) -> int:
 def show(options: Namespace) -> int:
     """Print a plan as a table."""
     found = _read(options.plan)
-    _print(options, plan_summary(found), plan_table(found))
+    print_result(options, plan_summary(found), plan_table(found))
     return _DONE
 
 
@@ -109,7 +111,7 @@ def explain(options: Namespace) -> int:
     """Say why a plan is as it is."""
     found = _read(options.plan)
     text = explain_plan(found, options.op)
-    _print(options, {"plan": plan_summary(found), "op": options.op, "text": text}, text)
+    print_result(options, {"plan": plan_summary(found), "op": options.op, "text": text}, text)
     return _DONE
 
 
@@ -122,7 +124,7 @@ def diff(options: Namespace) -> int:
         "step_s": {"a": a.prediction.step_s, "b": b.prediction.step_s},
         "changes": changes,
     }
-    _print(options, data, diff_plans(a, b))
+    print_result(options, data, diff_plans(a, b))
     return _DONE
 
 
@@ -143,7 +145,7 @@ def check(options: Namespace) -> int:
     target = options.model or "itself"
     lines = problems or [f"sound, made for {found.model.name} on {found.cluster.spec}"]
     text = "\n".join(f"{options.plan}: {line}" for line in lines)
-    _print(options, {"ok": not problems, "against": target, "problems": problems}, text)
+    print_result(options, {"ok": not problems, "against": target, "problems": problems}, text)
     return _NO if problems else _DONE
 
 
@@ -162,7 +164,7 @@ def codegen(options: Namespace) -> int:
         if path.is_file()
     )
     text = "\n".join(os.path.join(options.output, name) for name in files)
-    _print(options, {"output": options.output, "files": files}, text)
+    print_result(options, {"output": options.output, "files": files}, text)
     return _DONE
 
 
@@ -172,9 +174,9 @@ def verify(options: Namespace) -> int:
 
     source, request, given = _request(options)
     with progress() as report:
-        cluster = _cluster(options, report)
+        cluster = cluster_of(options, report)
         result = local.verify_source(source, cluster, request, given, report)
-    _print(options, result.as_dict(), result.text)
+    print_result(options, result.as_dict(), result.text)
     return _DONE if result.ok else _NO
 
 
@@ -184,9 +186,9 @@ def train(options: Namespace) -> int:
 
     source, request, given = _request(options)
     with progress() as report:
-        cluster = _cluster(options, report)
+        cluster = cluster_of(options, report)
         result = local.train_source(source, cluster, request, given, options.steps, report)
-    _print(options, result, _mapping_text(result))
+    print_result(options, result, _mapping_text(result))
     return _DONE
 
 
@@ -208,7 +210,7 @@ def zoo(options: Namespace) -> int:
         (m.name, number(m.num_parameters), str(m.default_seq_len or "-"), f"  {m.source}")
         for m in ZOO.values()
     ]
-    _print(
+    print_result(
         options, {"models": models}, left_last(("model", "parameters", "tokens", "  source"), rows)
     )
     return _DONE
@@ -240,7 +242,7 @@ def hardware(options: Namespace) -> int:
     sources = [f"{r.device.name}: {r.device.source}; {r.links.source}" for r in DEVICES.values()]
     lines = "\n".join(sources)
     data = {"devices": [_hardware_data(asdict(row)) for row in DEVICES.values()]}
-    _print(options, data, f"{table}\n\n{section('Sources', lines)}")
+    print_result(options, data, f"{table}\n\n{section('Sources', lines)}")
     return _DONE
 
 
@@ -281,17 +283,18 @@ def _adopt(found: Plan, source: ModelSource, report: Report) -> Planned:
     return compiler.adopt_plan(found, model, batch, loss_fn=loss_fn, progress=report)
 
 
-def _cluster(options: Namespace, report: Report) -> Cluster:
+def cluster_of(options: Namespace, report: Report, spec: str | None = None) -> Cluster:
     """The cluster asked for, its local processes as measured on this machine if not told not to."""
     from autopar import devices
     from autopar.costs.clusters import parse_cluster
 
+    spec = spec or options.cluster
     if options.no_measure:
-        return parse_cluster(devices.resolve(options.cluster))
-    return devices.measured_cluster(options.cluster, progress=report)
+        return parse_cluster(devices.resolve(spec))
+    return devices.measured_cluster(spec, progress=report)
 
 
-def _plan_options(options: Namespace) -> PlanOptions:
+def planning_options(options: Namespace) -> PlanOptions:
     """The planning options given; the others keep their defaults. Checks the pins at once."""
     from autopar import compiler
     from autopar.schedules.registry import SCHEDULES
@@ -311,7 +314,7 @@ def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]
     from autopar import compiler
 
     if not options.plan:
-        request = _plan_options(options)
+        request = planning_options(options)
         return compiler.load_source(options.model, seq_len=options.seq_len), request, None
     names = ("seq_len", *_PLANNING, "memory_limit", "pin")
     given = [
@@ -358,7 +361,8 @@ def _check_parent(path: str) -> None:
         raise InputError(f"-o {path}: the folder {Path(path).parent} cannot be written to")
 
 
-def _print(options: Namespace, data: Mapping[str, Any], text: str) -> None:
+def print_result(options: Namespace, data: Mapping[str, Any], text: str) -> None:
+    """One JSON object if asked for, else text."""
     print(json.dumps(data, indent=1) if options.json else text)
 
 

@@ -179,11 +179,11 @@ def source_setting(
 ) -> Setting:
     """What a search over the plans of a model by name is given; the model is not allocated."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    captured, options = _capture_source(source, where, options, progress)
+    captured, options = capture_source(source, where, options, progress)
     return planning_setting(captured, where, options, name=source.name, progress=progress)
 
 
-def _capture_source(
+def capture_source(
     source: ModelSource, cluster: Cluster, options: PlanOptions, progress: Progress
 ) -> tuple[Captured, PlanOptions]:
     """A model by name, captured without memory for it, and the options with its batch size."""
@@ -294,7 +294,7 @@ def plan_source(
 ) -> Planned:
     """Plan a model by name, without allocating it."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    captured, options = _capture_source(source, where, options, progress)
+    captured, options = capture_source(source, where, options, progress)
     return plan_captured(captured, where, options, name=source.name, progress=progress)
 
 

@@ -161,6 +161,32 @@ def _override(links: tuple[LinkLevel, ...], override: str, text: str) -> tuple[L
     )
 
 
+def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None) -> Cluster:
+    """The same kind of devices and links in another number of nodes; by default as large.
+
+    Links keep their bandwidth and latency. A cluster of one node has the network its devices
+    usually come with. Raises InputError for a cluster of several groups.
+    """
+    if len(cluster.groups) > 1:
+        raise InputError(
+            f"cluster {cluster.spec}: expected devices of one kind in nodes of one size, found "
+            f"{len(cluster.groups)} groups; give a cluster spec for every size instead"
+        )
+    group = cluster.groups[0]
+    own = devices_per_node or group.devices_per_node
+    groups = (replace(group, nodes=nodes, devices_per_node=own),)
+    total = nodes * own
+    known = {link.name: link for link in cluster.links}
+    usual = _usual_links(groups)
+    if known.keys() <= {"node", "network"}:
+        links = tuple(replace(known.get(u.name, u), span=u.span) for u in usual)
+    else:
+        inner = tuple(link for link in cluster.links if link.span < total)
+        outer = next((link for link in cluster.links if link.span >= total), cluster.links[-1])
+        links = (*(link for link in inner if link != outer), replace(outer, span=total))
+    return _named(Cluster(groups=groups, links=links))
+
+
 def _named(cluster: Cluster) -> Cluster:
     return replace(cluster, spec=cluster_text(cluster))
 

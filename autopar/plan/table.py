@@ -156,7 +156,7 @@ def runners_up_text(plan: Plan) -> str:
     """The grids that came next, each with what the search says of it."""
     header = ("pipeline", "mesh", "micro-batch", "schedule", "objective", "peak", "  lost by")
     rows = [_candidate(candidate) for candidate in plan.certificate.runners_up]
-    return left_last(header, rows) if rows else ""
+    return left_last(header, rows, left=0) if rows else ""
 
 
 def pins_text(plan: Plan) -> str:

@@ -102,9 +102,9 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int =
     )
 
 
-def left_last(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of figures, and a last one of texts that is not aligned."""
-    table = columns(header[:-1], [row[:-1] for row in rows], left=0).split("\n")
+def left_last(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """`columns`, and a last one of texts that is not aligned."""
+    table = columns(header[:-1], [row[:-1] for row in rows], left=left).split("\n")
     texts = [header[-1], *(row[-1] for row in rows)]
     return "\n".join(line + text for line, text in zip(table, texts, strict=True))
 

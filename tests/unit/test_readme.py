@@ -20,7 +20,7 @@ def test_every_file_it_names_is_there():
 
 def test_every_command_is_in_the_table():
     table = TEXT.split("## Command line")[1].split("##")[0]
-    assert set(re.findall(r"`autopar (\w+)", table)) == set(COMMANDS)
+    assert set(re.findall(r"`autopar ([\w-]+)", table)) == set(COMMANDS)
 
 
 def test_every_public_name_it_uses_is_there():

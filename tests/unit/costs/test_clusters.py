@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.costs.clusters import cluster_text, parse_cluster
+from autopar.costs.clusters import cluster_text, parse_cluster, resized
 from autopar.costs.hardware import DEVICES, GIB
 from autopar.errors import InputError
 
@@ -182,3 +182,36 @@ def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
     path.write_text("groups: [")
     with pytest.raises(InputError, match="neither YAML nor JSON"):
         parse_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "expected"),
+    [
+        ("8:h100-sxm", 4, None, "4x8:h100-sxm"),
+        ("4x8:h100-sxm@network=25", 2, None, "2x8:h100-sxm@network=25"),
+        ("4x8:h100-sxm@network=25", 1, None, "8:h100-sxm"),
+        ("4x8:h100-sxm@node=100", 1, 2, "2:h100-sxm@node=100"),
+        ("18x4:gb200", 36, None, "36x4:gb200"),
+        ("local:4", 1, 2, "local:2"),
+    ],
+)
+def test_resized(text: str, nodes: int, per_node: int | None, expected: str) -> None:
+    found = resized(parse_cluster(text), nodes=nodes, devices_per_node=per_node)
+    assert found == parse_cluster(expected)
+
+
+def test_resizing_keeps_the_levels_of_a_file(tmp_path: Path) -> None:
+    cluster = parse_cluster(
+        str(write(tmp_path, {"groups": [GROUPS[0] | {"nodes": 8}], "links": LINKS}))
+    )
+    names = [link.name for link in cluster.links]
+    whole = cluster.groups[0].nodes
+    spans = {n: [link.span for link in resized(cluster, nodes=n).links] for n in (1, whole, 16)}
+    assert spans == {1: [8], whole: [8, 32, 64], 16: [8, 32, 128]}
+    assert [link.name for link in resized(cluster, nodes=16).links] == names
+    assert resized(cluster, nodes=whole) == cluster
+
+
+def test_resizing_groups_of_several_kinds_is_refused() -> None:
+    with pytest.raises(InputError, match=r"expected devices of one kind .* found 2 groups"):
+        resized(parse_cluster("4:h100-sxm+4:a100-80gb"), nodes=2)

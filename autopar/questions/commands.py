@@ -1,0 +1,27 @@
+"""Handlers of the commands that ask about plans rather than for one."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from autopar.commands import cluster_of, planning_options, print_result
+from autopar.costs.clusters import resized
+from autopar.progress import progress
+
+_DONE = 0
+
+
+def sweep(options: Namespace) -> int:
+    """Plan a model on clusters of several sizes."""
+    from autopar.compiler import load_source
+    from autopar.questions.sweep import sweep as plan_all
+
+    request = planning_options(options)
+    source = load_source(options.model, seq_len=options.seq_len)
+    with progress() as report:
+        clusters = [cluster_of(options, report, spec) for spec in options.cluster.split(",")]
+        if options.nodes:
+            clusters = [resized(c, nodes=count) for c in clusters for count in options.nodes]
+        result = plan_all(source, clusters, request, report, weak=options.weak)
+    print_result(options, result.as_dict(), result.text)
+    return _DONE
