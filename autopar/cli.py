@@ -218,6 +218,11 @@ def _output_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file")
 
 
+def _trace_file(parser: argparse.ArgumentParser) -> None:
+    text = "file to write; open it at ui.perfetto.dev or chrome://tracing"
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=text)
+
+
 def _output_folder(parser: argparse.ArgumentParser) -> None:
     text = "folder to write the program to; made if it is not there"
     parser.add_argument("-o", "--output", metavar="DIR", required=True, help=text)
@@ -330,6 +335,10 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
         (_profiles,),
     ),
     "show": ("print a plan as a table", (_plan,)),
+    "trace": (
+        "write the simulated step of a plan as a timeline for Perfetto",
+        (_plan, _trace_file),
+    ),
     "explain": ("say why a plan is as it is, and what else was close", (_plan, _op)),
     "diff": ("say what changed between two plans, and what it costs", (_two_plans,)),
     "check": ("check that a plan is sound, and fits a model", (_plan, _checked_model)),

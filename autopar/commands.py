@@ -21,12 +21,15 @@ from autopar.plan.check import check_plan, plan_problems
 from autopar.plan.diff import diff_plans, plan_changes
 from autopar.plan.explain import explain as explain_plan
 from autopar.plan.plan import Plan
-from autopar.plan.serialize import read_plan, write_plan
+from autopar.plan.serialize import read_plan, write_plan, write_text
+from autopar.plan.simulated import rank_names, simulate_plan
+from autopar.plan.step_table import step_summary, step_text
 from autopar.plan.table import plan_summary, plan_table, sequence_length
 from autopar.plan.text import columns, digits, left_last, number, section
 from autopar.profiler.files import merge, profile_for, read_profiles, write_profiles
 from autopar.profiler.summary import profiles_summary, profiles_table
 from autopar.progress import Report, progress
+from autopar.report.timeline import step_trace
 
 if TYPE_CHECKING:
     from autopar.compiler import ModelSource, Planned, PlanOptions
@@ -104,6 +107,19 @@ def show(options: Namespace) -> int:
     """Print a plan as a table."""
     found = _read(options.plan)
     print_result(options, plan_summary(found), plan_table(found))
+    return _DONE
+
+
+def trace(options: Namespace) -> int:
+    """Write the simulated step of a plan as a timeline."""
+    _check_file(options.output)
+    found = _read(options.plan)
+    step = simulate_plan(found)
+    write_text(step_trace(step, rank_names(found)), options.output)
+    print_result(
+        options, step_summary(found, step) | {"output": options.output}, step_text(found, step)
+    )
+    print(f"autopar: wrote {options.output}", file=sys.stderr)
     return _DONE
 
 

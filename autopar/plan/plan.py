@@ -152,11 +152,15 @@ class StagePlan:
     """One pipeline stage: its ranks, blocks, parameters and what they are predicted to cost.
 
     `time_s` has `forward`, `backward` (recompute included), `send_forward`, `send_backward` per
-    micro-batch, `gradient_sync` and `optimizer` per step; where the schedule splits the backward,
-    `backward_weight` is the part of `backward` that computes weight gradients. `memory_bytes` sums
+    micro-batch, `gradient_sync` (what is left of it once the last backward has ended), `optimizer`
+    and `weight_gather` (of the weights that ranks update shares of) per step; where the schedule
+    splits the backward, `backward_weight` is the part of `backward` that computes weight gradients.
+    `communication_s` has what of it compute waits for, and what runs beside (see
+    `schedules.step.StageLoad`). `memory_bytes` sums
     to the peak per rank, over all stages of the rank where it has several: what it has once (a
-    reserve, message buffers, the largest transient) stands on one of them. `in_flight` is the
-    stage's own peak of micro-batches.
+    reserve, message buffers, the largest transient) stands on one of them. `held_bytes` are the
+    stage's own: `saved` for every micro-batch in flight, `deferred` for one whose weight gradients
+    are left, `working` while it runs. `in_flight` is its own peak of micro-batches.
     """
 
     index: int
@@ -168,6 +172,8 @@ class StagePlan:
     memory_limit_bytes: int
     in_flight: int
     collectives: tuple[Collective, ...]
+    communication_s: Terms = ()
+    held_bytes: Terms = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +195,10 @@ class Candidate:
 class Certificate:
     """How good the plan is known to be, over the space the search covers.
 
-    `bound_s` is a proven lower bound of the objective, `gap` its relative distance. `space` says in
-    words what was searched.
+    `gap` is proven, for the closed form that the search ranks by: how far its figure of the plan is
+    above a lower bound of that of every plan. `objective_s` and `bound_s` are those two, both in
+    the same proportion lower where the simulated step is shorter than the closed form, as are the
+    runners-up: no bound is above the step that is reported. `space` says what was searched.
     """
 
     status: str
@@ -215,7 +223,10 @@ class PinPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The simulated step: `time_s` are terms of the critical path, `peak_bytes` the worst rank.
+    """The simulated step: `time_s` are terms of the slowest rank, `peak_bytes` the worst rank.
+
+    `bubble_fraction` is the share of all ranks' time in which they wait for each other,
+    `hides_messages` whether messages between stages run beside compute.
 
     Of `priced_ops` (those that move something) some have the time that a profile measured on just
     their shapes, some one between those it measured; all others are priced by the model.
@@ -230,6 +241,7 @@ class Prediction:
     measured_ops: int = 0
     interpolated_ops: int = 0
     priced_ops: int = 0
+    hides_messages: bool = True
 
     @property
     def modelled_ops(self) -> int:

@@ -23,6 +23,8 @@ from autopar.plan.plan import (
     StagePlan,
     Terms,
 )
+from autopar.plan.simulated import simulate_plan
+from autopar.plan.step_table import step_summary, step_text
 from autopar.plan.techniques import techniques, variant_parameters
 from autopar.plan.text import (
     amount,
@@ -43,6 +45,7 @@ from autopar.plan.text import (
 
 def plan_table(plan: Plan) -> str:
     """The whole plan: setup, stages, memory, layouts, collectives, prediction, certificate."""
+    step = simulate_plan(plan)
     return page(
         [
             _header(plan),
@@ -52,6 +55,7 @@ def plan_table(plan: Plan) -> str:
             section("Parameters", _parameters(plan)),
             section("Collectives per step and rank", _collectives(plan)),
             section("Prediction", _prediction(plan)),
+            section("Simulated step", step_text(plan, step)),
             section("Certificate", certificate_text(plan.certificate)),
             section("Runners-up", runners_up_text(plan)),
             section("Pins", pins_text(plan)),
@@ -84,6 +88,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s(plan),
         "bubble_fraction": plan.prediction.bubble_fraction,
         "peak_bytes": plan.prediction.peak_bytes,
+        "simulated": step_summary(plan, simulate_plan(plan)),
         "op_times": {
             "measured": plan.prediction.measured_ops,
             "interpolated": plan.prediction.interpolated_ops,
@@ -374,6 +379,7 @@ def _prediction(plan: Plan) -> str:
     rows = [
         (name, duration(figure), percent(figure / prediction.step_s) if prediction.step_s else "")
         for name, figure in prediction.time_s
+        if figure
     ]
     rows.append(("step", duration(prediction.step_s), ""))
     lines = [columns(("critical path", "time", "share"), rows)]

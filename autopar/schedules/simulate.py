@@ -6,12 +6,18 @@ before it is done and the stream is free, and costs the compute stream nothing; 
 compute stream wait until the message is there. Without overlap both sides give their compute
 stream to a message: the sender while it sends, the receiver for as long, from the moment it takes
 the message and not before it is being sent. Sends never wait for the receiver (they are buffered).
+
+Collectives that run beside an action's compute on the links that messages take (weights gathered
+ahead, gradients summed) are served first come first served with the sends. NCCL gives the kernels
+of several communicators no order; but however two transfers share a link, it is busy for as long as
+both take together, and the one that ends last ends then. First come first served is the simplest of
+these, and deterministic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 
 from autopar.errors import InputError
@@ -26,24 +32,31 @@ _LEAST, _PER_STAGE, _MULTIPLE = 64, 4, 12
 """Micro-batches for which a pipeline without a flush settles, and again for which it is timed."""
 
 
-def simulate(schedule: Schedule, times: StageTimes, overlap: bool = True) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    times: StageTimes,
+    overlap: bool = True,
+    begin_s: Sequence[float] = (),
+) -> Timeline:
     """Run a valid schedule on the given times.
 
-    Communication is inserted where the schedule has none (to simulate one schedule often, insert it
-    once beforehand). Of a schedule that never drains this is one step of the steady state. Raises
-    InputError where times do not fit the schedule, or where it stands still (`validate` tells why).
+    `begin_s` is when each rank is ready, by default at once. Communication is inserted where the
+    schedule has none (to simulate one schedule often, insert it once beforehand). Of a schedule
+    that never drains this is one step of the steady state, whenever ranks began. Raises InputError
+    where times do not fit the schedule, or where it stands still (`validate` tells why).
     """
     lowered = insert_communication(schedule)
     if not schedule.flushes:
         return _steady(lowered, times, overlap)
-    costs = _costs(lowered, times)
-    start_s, end_s = _Run(lowered, costs, overlap).spans()
+    begin_s = tuple(begin_s) or (0.0,) * lowered.num_ranks
+    run = _Run(lowered, times, overlap, begin_s)
+    start_s, end_s = run.spans()
     return Timeline(
         schedule=lowered,
         start_s=tuple(map(tuple, start_s)),
         end_s=tuple(map(tuple, end_s)),
-        busy_s=tuple(_busy_s(row, costs) for row in lowered.ranks),
-        finish_s=tuple(max(row, default=0.0) for row in end_s),
+        busy_s=tuple(_busy_s(row, run.costs, times) for row in lowered.ranks),
+        finish_s=tuple(max(row, default=begin) for row, begin in zip(end_s, begin_s, strict=True)),
     )
 
 
@@ -74,16 +87,21 @@ def _steady(lowered: Schedule, times: StageTimes, overlap: bool) -> Timeline:
         schedule=lowered,
         start_s=tuple(tuple(s - zero_s for s in row) for row in start_s),
         end_s=tuple(tuple(s - zero_s for s in row) for row in end_s),
-        busy_s=tuple(_busy_s(row, costs) for row in lowered.ranks),
+        busy_s=tuple(_busy_s(row, costs, times) for row in lowered.ranks),
         finish_s=(period_s,) * lowered.num_ranks,
     )
 
 
-def _busy_s(row: tuple[Action, ...], costs: _Costs) -> float:
+def _busy_s(row: tuple[Action, ...], costs: _Costs, times: StageTimes) -> float:
     counts = Counter((action.kind, action.stage) for action in row)
-    return sum(
+    busy_s = sum(
         count * costs[kind][stage] for (kind, stage), count in counts.items() if kind.is_compute
     )
+    for (kind, stage), count in counts.items():
+        if kind is _K.BACKWARD:
+            busy_s += times.last_backward_s[stage] if times.last_backward_s else 0.0
+            busy_s += count * times.update_s[stage] if times.update_s else 0.0
+    return busy_s
 
 
 def _costs(schedule: Schedule, times: StageTimes) -> _Costs:
@@ -99,6 +117,10 @@ def _costs(schedule: Schedule, times: StageTimes) -> _Costs:
         ("backward_weight_s", times.backward_weight_s, stages, _K.BACKWARD_WEIGHT in used),
         ("send_forward_s", send_forward_s, stages - 1, True),
         ("send_backward_s", send_backward_s, stages - 1, True),
+        *(
+            (name, getattr(times, name), stages, bool(getattr(times, name)))
+            for name in ("last_backward_s", "update_s", "forward_beside_s", "backward_beside_s")
+        ),
     )
     for name, given, expected, needed in fields:
         if needed and len(given) != expected:
@@ -127,9 +149,14 @@ class _Run:
     A message's key is the same for its send and its receive.
     """
 
-    def __init__(self, schedule: Schedule, costs: _Costs, overlap: bool) -> None:
-        self.schedule = schedule
-        self.overlap = overlap
+    def __init__(
+        self, schedule: Schedule, times: StageTimes, overlap: bool, begin_s: Sequence[float]
+    ) -> None:
+        self.schedule, self.overlap, self.begin_s = schedule, overlap, begin_s
+        self.costs = _costs(schedule, times)
+        none = (0.0,) * schedule.num_stages
+        self.last_s = times.last_backward_s or none
+        self.update_s = times.update_s or none
         self.start_s: list[list[float]] = [[] for _ in schedule.ranks]
         self.end_s: list[list[float]] = [[] for _ in schedule.ranks]
         self.sent: dict[int, tuple[float, float]] = {}
@@ -142,11 +169,17 @@ class _Run:
             _K.SEND_BACKWARD: all_ - one,
             _K.RECV_BACKWARD: all_,
         }
+        beside_s = {
+            _K.FORWARD: times.forward_beside_s or none,
+            _K.BACKWARD: times.backward_beside_s or none,
+            _K.BACKWARD_INPUT: times.backward_beside_s or none,
+        }
         self.table = {
             kind: (
                 _COMPUTE if kind.is_compute else _SEND if kind.is_send else _RECV,
-                costs[kind],
+                self.costs[kind],
                 first_key.get(kind, 0),
+                beside_s.get(kind, none),
             )
             for kind in ActionKind
         }
@@ -171,14 +204,23 @@ class _Run:
     def _rank(self, rank: int) -> Iterator[int]:
         starts, ends = self.start_s[rank], self.end_s[rank]
         sent, waiting, table, overlap = self.sent, self.waiting, self.table, self.overlap
-        micro_batches = self.schedule.num_micro_batches
-        compute_free_s = link_free_s = 0.0
-        for action in self.schedule.ranks[rank]:
+        micro_batches, row = self.schedule.num_micro_batches, self.schedule.ranks[rank]
+        # the last whole backward of a stage, by its place in the list
+        last = {a.stage: i for i, a in enumerate(row) if a.kind is _K.BACKWARD}
+        longer_s = {i: self.last_s[stage] for stage, i in last.items() if self.last_s[stage]}
+        update_s, due_s = self.update_s, 0.0
+        compute_free_s = link_free_s = self.begin_s[rank]
+        for index, action in enumerate(row):
             stage = action.stage
-            role, cost_s, first_key = table[action.kind]
+            role, cost_s, first_key, beside_s = table[action.kind]
             if role == _COMPUTE:
-                start_s = compute_free_s
+                start_s = compute_free_s + due_s
                 end_s = compute_free_s = start_s + cost_s[stage]
+                if index in longer_s:
+                    end_s = compute_free_s = end_s + longer_s[index]
+                if beside_s[stage]:
+                    link_free_s = max(link_free_s, start_s) + beside_s[stage]
+                due_s = update_s[stage] if action.kind is _K.BACKWARD else 0.0
             else:
                 key = first_key + stage * micro_batches + action.micro_batch
                 if role == _SEND:
@@ -194,8 +236,9 @@ class _Run:
                         yield key
                     start_s, end_s = sent.pop(key)
                     if not overlap:
-                        start_s = max(compute_free_s, start_s)
+                        start_s = max(compute_free_s + due_s, start_s)
                         end_s = start_s + cost_s[stage]
-                    compute_free_s = max(compute_free_s, end_s)
+                    # an update that is due runs before what is received is waited for
+                    compute_free_s = max(compute_free_s + due_s, end_s) - due_s
             starts.append(start_s)
             ends.append(end_s)

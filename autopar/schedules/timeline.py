@@ -14,7 +14,10 @@ class StageTimes:
     """Seconds for one micro-batch, per stage; sends per boundary (b is between b and b + 1).
 
     `backward_input_s` and `backward_weight_s` are needed by schedules that split the backward.
-    Sends left empty take no time.
+    `last_backward_s` are added to a stage's last whole backward, `update_s` follow every whole
+    backward, once its gradient is on its way. `forward_beside_s` and `backward_beside_s` are taken
+    on the links that messages use, by what a stage communicates while it computes. What is left
+    empty takes no time.
     """
 
     forward_s: tuple[float, ...]
@@ -23,6 +26,10 @@ class StageTimes:
     backward_weight_s: tuple[float, ...] = ()
     send_forward_s: tuple[float, ...] = ()
     send_backward_s: tuple[float, ...] = ()
+    last_backward_s: tuple[float, ...] = ()
+    update_s: tuple[float, ...] = ()
+    forward_beside_s: tuple[float, ...] = ()
+    backward_beside_s: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -31,11 +38,13 @@ class StageTimes:
 
 
 class Stream(StrEnum):
-    """What an action occupies. Receiving does not hinder sending: links are full duplex."""
+    """What an action, or a collective of a stage, occupies. Receiving does not hinder sending:
+    links are full duplex."""
 
     COMPUTE = "compute"
     SEND = "send"
     RECEIVE = "receive"
+    COLLECTIVES = "collectives"
 
 
 def stream_of(kind: ActionKind) -> Stream:

@@ -20,14 +20,15 @@ from autopar.plan.plan import (
     Variant,
 )
 from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.memory_curve import StageMemory, peak_moments
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
-from autopar.search.pipelines import held_at_peak
 from autopar.search.pricer import Pricer
 from autopar.search.recompute import Again
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 from autopar.search.state import PREFETCHED, held_bytes
+from autopar.search.step_times import stage_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +100,19 @@ def _held(
 ) -> list[StageHeld]:
     """What every stage holds at the peak of its rank, by the plan's own action lists."""
     pipe, of_stage = staged.grid.pipe, range(len(stages))
-    saved = [sum(option.saved_bytes for option in options) for _, options in stages]
-    deferred = [sum(option.cost.deferred_bytes for option in options) for _, options in stages]
-    if not pipe.flushes:
-        weights = [sum(option.weight_bytes for option in options) for _, options in stages]
-        saved = [a + b for a, b in zip(saved, weights, strict=True)]
-    at_peak = held_at_peak(pipe.build(), saved, deferred if pipe.splits_backward else None)
-    widest = [max(option.transient_bytes for option in options) for _, options in stages]
+    memory = [
+        StageMemory(
+            static_bytes=0.0,
+            saved_bytes=sum(o.saved_bytes + (0 if pipe.flushes else o.weight_bytes) for o in own),
+            deferred_bytes=sum(o.cost.deferred_bytes for o in own) * pipe.splits_backward,
+            working_bytes=max(o.transient_bytes for o in own),
+        )
+        for _, own in stages
+    ]
+    moments = peak_moments(pipe.build(), memory)
     found = []
     for index in of_stage:
+        moment = moments[pipe.placement[index]]
         together = [k for k in of_stage if pipe.placement[k] == pipe.placement[index]]
         earlier = {
             ref.name
@@ -116,18 +121,28 @@ def _held(
             for block in stages[k][0]
             for ref in block.parameters
         }
-        copies = at_peak.saved[index] if at_peak.saved[index] > 1 else 0
+        copies = moment.saved[index] if moment.saved[index] > 1 else 0
         found.append(
             StageHeld(
-                saved=at_peak.saved[index],
-                deferred=at_peak.deferred[index],
+                saved=moment.saved[index],
+                deferred=moment.deferred[index],
                 versions=0 if pipe.flushes else copies,
                 once=index == together[0],
-                widest=index == max(together, key=lambda k: (widest[k], -k)),
+                widest=index == moment.stage,
                 elsewhere=frozenset(earlier),
             )
         )
     return found
+
+
+def _stage_held(grid: Grid, options: Sequence[ClassOption], versions: int) -> Terms:
+    """Bytes of a stage that come and go: per micro-batch, and while it runs."""
+    saved = sum(option.saved_bytes for option in options)
+    if versions:  # every micro-batch in flight keeps the weights of its forward
+        saved += sum(option.weight_bytes for option in options)
+    deferred = sum(option.cost.deferred_bytes for option in options) * grid.pipe.splits_backward
+    working = max(option.transient_bytes for option in options)
+    return ("saved", float(saved)), ("deferred", float(deferred)), ("working", float(working))
 
 
 def variants(
@@ -196,6 +211,10 @@ def stage_plans(
     stages = []
     for index, (blocks, options) in enumerate(own):
         ranks = stage_ranks(grid, index)
+        sends_s = _sends_s(pricer, grid, index, blocks)
+        seconds = stage_seconds(
+            pricer, grid, blocks, options, sends_s, elsewhere=held[index].elsewhere
+        )
         stages.append(
             StagePlan(
                 index=index,
@@ -211,7 +230,9 @@ def stage_plans(
                     for block, option in zip(blocks, options, strict=True)
                 ),
                 parameters=_parameters(pricer, grid, blocks, options),
-                time_s=_times(pricer, grid, index, blocks, options),
+                time_s=seconds.time_s,
+                communication_s=seconds.communication_s,
+                held_bytes=_stage_held(grid, options, held[index].versions),
                 memory_bytes=stage_terms(pricer, grid, index, blocks, options, held[index]),
                 memory_limit_bytes=min(pricer.setting.memory_bytes(rank) for rank in ranks),
                 in_flight=most[index],
@@ -221,13 +242,10 @@ def stage_plans(
     return found, tuple(stages)
 
 
-def _times(
-    pricer: Pricer,
-    grid: Grid,
-    stage: int,
-    blocks: Sequence[Block],
-    options: Sequence[ClassOption],
-) -> Terms:
+def _sends_s(
+    pricer: Pricer, grid: Grid, stage: int, blocks: Sequence[Block]
+) -> tuple[float, float]:
+    """Seconds of a message to the next stage, and of one to the stage before."""
     boundaries, place = pricer.setting.chain.boundaries, grid.pipe.placement
     first, last = blocks[0].index, blocks[-1].index
     forward_s = backward_s = 0.0
@@ -237,16 +255,7 @@ def _times(
     if first:
         apart = abs(place[stage] - place[stage - 1])
         backward_s = boundary_s(pricer, grid, boundaries[first - 1], apart)[1]
-    weight_s = sum(option.cost.weight_s for option in options)
-    return (
-        ("forward", sum(option.forward_s for option in options)),
-        ("backward", sum(option.backward_s for option in options)),
-        *((("backward_weight", weight_s),) if grid.pipe.splits_backward else ()),
-        ("send_forward", forward_s),
-        ("send_backward", backward_s),
-        ("gradient_sync", sum(option.sync_s for option in options)),
-        ("optimizer", sum(option.state.optimizer_s for option in options)),
-    )
+    return forward_s, backward_s
 
 
 def _parameters(

@@ -17,13 +17,13 @@ from autopar.plan.plan import (
     Plan,
     Prediction,
     StagePlan,
+    Terms,
     Training,
 )
+from autopar.plan.simulated import simulate_stages
 from autopar.plan.text import percent
 from autopar.rules import has_rule
-from autopar.schedules.lower import insert_communication
-from autopar.schedules.simulate import simulate
-from autopar.schedules.timeline import StageTimes
+from autopar.schedules.step import Step
 from autopar.search.assemble import stage_plans
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
@@ -51,7 +51,7 @@ def make_plan(setting: Setting, progress: Progress = lambda what, done: None) ->
     found = planner.search()
     plan = _plan(planner, found)
     if setting.pins.items():
-        plan = replace(plan, pins=_pin_prices(setting, plan, found, progress))
+        plan = replace(plan, pins=_pin_prices(setting, plan, progress))
     return plan
 
 
@@ -67,6 +67,7 @@ def _plan(planner: Planner, found: Found) -> Plan:
     setting, staged = planner.setting, found.best
     grid = staged.grid
     variants, stages = stage_plans(planner.pricer, staged)
+    prediction = predict(setting, staged, stages)
     return Plan(
         model=fingerprint(setting.graph, setting.name),
         cluster=setting.cluster,
@@ -84,8 +85,8 @@ def _plan(planner: Planner, found: Found) -> Plan:
         variants=variants,
         stages=stages,
         collectives=(),
-        prediction=predict(setting, staged, stages),
-        certificate=_certificate(planner, found),
+        prediction=prediction,
+        certificate=_certificate(planner, found, prediction.step_s),
         notes=(
             *_schedule_notes(grid),
             *_notes(setting, planner),
@@ -95,49 +96,46 @@ def _plan(planner: Planner, found: Found) -> Plan:
 
 
 def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
-    """The simulated step of the plan's own action lists, then gradient sync and optimizer.
-
-    Without a flush a stage sums its gradients and steps the optimizer after every backward.
-    """
-    grid, pipe = staged.grid, staged.grid.pipe
-    terms = [dict(stage.time_s) for stage in stages]
-    update_s = [t["gradient_sync"] + t["optimizer"] for t in terms]
-    every_s = [0.0 if pipe.flushes else update for update in update_s]
-    weight_s = [t.get("backward_weight", 0.0) for t in terms]
-    times = StageTimes(
-        forward_s=tuple(t["forward"] for t in terms),
-        backward_s=tuple(t["backward"] + e for t, e in zip(terms, every_s, strict=True)),
-        backward_input_s=tuple(t["backward"] - w for t, w in zip(terms, weight_s, strict=True)),
-        backward_weight_s=tuple(weight_s),
-        send_forward_s=tuple(t["send_forward"] for t in terms[:-1]),
-        send_backward_s=tuple(t["send_backward"] for t in terms[1:]),
+    """The simulated step of the plan's own action lists, gradient sums and updates."""
+    grid = staged.grid
+    step = simulate_stages(
+        stages,
+        grid.pipe.build(),
+        grid.mesh,
+        setting.cluster,
+        hides_messages=setting.execution.hides_messages,
     )
-    timeline = simulate(insert_communication(pipe.build()), times, setting.execution.hides_messages)
     groups = rank_groups(stages)
-    tails = [sum(update_s[s.index] - every_s[s.index] for s in group) for group in groups]
-    ends = [finish + tail for finish, tail in zip(timeline.finish_s, tails, strict=True)]
-    step_s = max(ends)
-    slowest = groups[ends.index(step_s)]
     peaks = [ranks_peak_bytes(group) for group in groups]
-    runs = {"forward": grid.micro_batches, "backward": grid.micro_batches}
-    often = 1 if pipe.flushes else grid.micro_batches
-    busy = {
-        name: runs.get(name, often) * sum(terms[stage.index][name] for stage in slowest)
-        for name in ("forward", "backward", "gradient_sync", "optimizer")
-    }
-    busy["waiting"] = max(0.0, step_s - sum(busy.values()))
     costs = _costs(staged)
     return Prediction(
-        step_s=step_s,
-        samples_per_s=setting.global_batch / step_s,
-        bubble_fraction=timeline.bubble_fraction,
+        step_s=step.step_s,
+        samples_per_s=setting.global_batch / step.step_s,
+        bubble_fraction=step.bubble_fraction,
         peak_bytes=max(peaks),
         peak_stage=groups[peaks.index(max(peaks))][0].index,
-        time_s=tuple(busy.items()),
+        time_s=_slowest(grid, step, stages, groups),
         measured_ops=sum(cost.measured_ops for cost in costs),
         interpolated_ops=sum(cost.interpolated_ops for cost in costs),
         priced_ops=sum(cost.priced_ops for cost in costs),
+        hides_messages=setting.execution.hides_messages,
     )
+
+
+def _slowest(
+    grid: Grid, step: Step, stages: Sequence[StagePlan], groups: Sequence[Sequence[StagePlan]]
+) -> Terms:
+    """Where the step of the rank that ends last goes."""
+    slowest = groups[max(range(len(groups)), key=lambda rank: step.sync_end_s[rank])]
+    terms = [dict(stage.time_s) for stage in stages]
+    runs = {"forward": grid.micro_batches, "backward": grid.micro_batches}
+    often = 1 if grid.pipe.flushes else grid.micro_batches
+    busy = {
+        name: runs.get(name, often) * sum(terms[stage.index][name] for stage in slowest)
+        for name in ("forward", "backward", "gradient_sync", "optimizer", "weight_gather")
+    }
+    busy["waiting"] = max(0.0, step.step_s - sum(busy.values()))
+    return tuple(busy.items())
 
 
 def predicted(planner: Planner, found: Found) -> Prediction:
@@ -156,10 +154,16 @@ def _costs(staged: Staged) -> list[BlockCost]:
     return [staged.options[kind][option].cost for kind, option in chosen]
 
 
-def _certificate(planner: Planner, found: Found) -> Certificate:
-    setting = planner.setting
-    objective = found.best.solution.objective
-    bound = min(found.bound_s, objective)
+def _certificate(planner: Planner, found: Found, step_s: float) -> Certificate:
+    """The search proves its gap in the closed form that it ranks by.
+
+    Where events take less than the closed form says, all of it is stated in the same proportion
+    lower, so that neither objective nor bound is above the step that is reported.
+    """
+    setting, ranked_s = planner.setting, found.best.solution.objective
+    scale = min(1.0, step_s / ranked_s) if ranked_s else 1.0
+    objective = scale * ranked_s
+    bound = min(scale * found.bound_s, objective)
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
     status = "optimal"
     if found.status is not Status.OPTIMAL:
@@ -179,18 +183,16 @@ def _certificate(planner: Planner, found: Found) -> Certificate:
         solved=solved,
         pruned=found.total - solved - found.unsolved,
         space=space_text(setting),
-        runners_up=runners_up(found, setting.top, partial(_predicted, planner)),
+        runners_up=runners_up(found, setting.top, partial(_predicted, planner), scale),
     )
 
 
-def _pin_prices(
-    setting: Setting, plan: Plan, found: Found, progress: Progress
-) -> tuple[PinPrice, ...]:
+def _pin_prices(setting: Setting, plan: Plan, progress: Progress) -> tuple[PinPrice, ...]:
     """What the pins cost together, against the free optimum; None where it is not asked for."""
     if not setting.price_pins:
         return tuple(PinPrice(key=key, value=value) for key, value in setting.pins.items())
-    free = Planner(setting=replace(setting, pins=Pins()), progress=progress).search()
-    cost = found.best.solution.objective - free.best.solution.objective
+    planner = Planner(setting=replace(setting, pins=Pins()), progress=progress)
+    cost = plan.prediction.step_s - predicted(planner, planner.search()).step_s
     return tuple(
         PinPrice(key=key, value=value, cost_s=max(0.0, cost)) for key, value in setting.pins.items()
     )

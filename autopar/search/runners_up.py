@@ -18,11 +18,14 @@ SHOWN = 5
 Predict = Callable[[Staged], Prediction]
 
 
-def runners_up(found: Found, top: int | None, predict: Predict) -> tuple[Candidate, ...]:
+def runners_up(
+    found: Found, top: int | None, predict: Predict, scale: float = 1.0
+) -> tuple[Candidate, ...]:
     """The next `top` techniques, each by its best grid, in the order of their step times.
 
     A grid that differs in its micro-batch alone is no other technique. One that does not fit stands
-    where its bound would place it, if that is before the last of those that fit.
+    where its bound would place it, if that is before the last of those that fit. Times are stated
+    times `scale`, as the certificate states those of the best.
     """
     count = SHOWN if top is None else top
     best = found.best
@@ -41,8 +44,10 @@ def runners_up(found: Found, top: int | None, predict: Predict) -> tuple[Candida
     ranked.sort(key=lambda item: item[:2])
     chosen = predict(best)
     return tuple(
-        _too_large(staged, bound_s) if lacks else _slower(staged, best, predict(staged), chosen)
-        for bound_s, lacks, staged in ranked[:count]
+        _too_large(staged, scale * time_s)
+        if lacks
+        else _slower(staged, best, predict(staged), chosen, scale)
+        for time_s, lacks, staged in ranked[:count]
     )
 
 
@@ -58,7 +63,9 @@ def _of_techniques(
     return least
 
 
-def _slower(staged: Staged, best: Staged, prediction: Prediction, chosen: Prediction) -> Candidate:
+def _slower(
+    staged: Staged, best: Staged, prediction: Prediction, chosen: Prediction, scale: float
+) -> Candidate:
     """A candidate that fits, with the term of the step in which it loses most."""
     objective, best_s = staged.solution.objective, best.solution.objective
     before = dict(chosen.time_s)
@@ -69,7 +76,7 @@ def _slower(staged: Staged, best: Staged, prediction: Prediction, chosen: Predic
     why = f": {name.replace('_', ' ')} +{duration(more_s)}" if more_s > 0 else ""
     return _candidate(
         staged,
-        step_s=objective,
+        step_s=scale * objective,
         peak_bytes=prediction.peak_bytes,
         verdict=f"{objective / best_s - 1:+.1%} step time{why}",
     )

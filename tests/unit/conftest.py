@@ -166,6 +166,8 @@ def _stage(index, blocks, parameters, memory):
         memory_limit_bytes=15 * GIB,
         in_flight=2 - index,
         collectives=_collectives(index),
+        communication_s=(("forward_waits", 0.0002), ("backward_waits", 0.0002)),
+        held_bytes=(("saved", 3.25 * GIB), ("deferred", 0.0), ("working", 0.0)),
     )
 
 

@@ -1,9 +1,11 @@
 import json
 
-from autopar.report.timeline import chrome_trace
+from autopar.report.timeline import chrome_trace, step_trace
 from autopar.schedules.action import Schedule
+from autopar.schedules.memory_curve import StageMemory
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
+from autopar.schedules.step import StageLoad, simulate_step
 from autopar.schedules.timeline import StageTimes
 
 
@@ -83,3 +85,49 @@ def test_same_timeline_same_bytes():
     text = chrome_trace(small())
     assert text == chrome_trace(small())
     assert text.endswith("}\n")
+
+
+def whole():
+    load = StageLoad(
+        forward_s=1e-3,
+        backward_s=2e-3,
+        forward_beside_s=5e-4,
+        last_backward_s=1e-3,
+        sum_beside_s=1e-3,
+        sum_left_s=5e-4,
+        sync_s=1.5e-3,
+        optimizer_s=1e-3,
+        gather_s=2e-3,
+        memory=StageMemory(static_bytes=2**20, saved_bytes=2**19, working_bytes=2**18),
+    )
+    return simulate_step(build_schedule("1f1b", 1, 1), [load])
+
+
+def test_the_trace_of_a_step_has_its_collectives_and_memory():
+    trace = json.loads(step_trace(whole(), ["ranks 0-3, stage 0"]))
+    entries = trace["traceEvents"]
+    assert trace["otherData"]["step_us"] == 8500.0
+    assert trace["otherData"]["utilization"] == round(4 / 8.5, 6)
+    slices = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"]
+    assert slices == [
+        (0, "optimizer", 0.0, 1000.0),
+        (0, "0F0", 3000.0, 1000.0),
+        (0, "0B0", 4000.0, 3000.0),
+        (3000, "gather updated weights", 1000.0, 2000.0),
+        (3000, "gather weights", 3000.0, 500.0),
+        (3000, "sum gradients", 6000.0, 1500.0),
+        (3000, "sum gradients", 7500.0, 1000.0),
+    ]
+    held = [(e["ts"], e["args"]["MiB"]) for e in entries if e["ph"] == "C"]
+    assert held == [(0.0, 1.0), (3000.0, 1.75), (7000.0, 1.0)]
+    assert [e["args"]["name"] for e in entries if e["name"] == "process_name"] == [
+        "ranks 0-3, stage 0"
+    ]
+
+
+def test_updates_of_a_pipeline_that_never_drains_follow_every_backward():
+    loads = [StageLoad(forward_s=1.0, backward_s=2.0, optimizer_s=0.5)] * 2
+    step = simulate_step(build_schedule("pipedream", 2, 3), loads)
+    entries = json.loads(step_trace(step))["traceEvents"]
+    updates = [(e["pid"], e["dur"]) for e in entries if e["name"] == "update"]
+    assert updates == [(rank, 500000.0) for rank in (0, 1) for _ in range(3)]

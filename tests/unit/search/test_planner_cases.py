@@ -680,7 +680,7 @@ def test_pins_are_honoured_exactly_and_have_a_price():
     expected = [tuple(pin.replace("head.weight", "token.weight").split("=")) for pin in pins]
     assert sorted(named) == sorted(expected)
     free = tiny_gpt([]).plan
-    price = found.certificate.objective_s - free.certificate.objective_s
+    price = found.prediction.step_s - free.prediction.step_s
     assert price > 0
     assert all(pin.cost_s == pytest.approx(price) for pin in found.pins)
 

@@ -1,0 +1,116 @@
+"""The step of a plan by events, from the figures in its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.cluster import Cluster
+from autopar.ir.mesh import BATCH_AXES, MeshAxis
+from autopar.plan.pipeline import plan_schedule, rank_groups
+from autopar.plan.plan import Plan, StagePlan
+from autopar.plan.text import spans
+from autopar.schedules.action import Schedule
+from autopar.schedules.memory_curve import StageMemory
+from autopar.schedules.step import StageLoad, Step, simulate_step
+
+MOVING = frozenset(
+    (
+        *("activations", "boundary", "weight_gradients_due", "weight_versions"),
+        *("transient", "recompute", "gathered", "unreduced"),
+    )
+)
+"""Terms of a stage's memory that come and go in a step; all others are there throughout. What comes
+and goes is counted by the stage's `held_bytes`; a plan without those is taken to hold its peak."""
+
+
+def simulate_plan(plan: Plan) -> Step:
+    """The step that the prediction of the plan is of; its ranks are those of the pipeline."""
+    loads = stage_loads(plan.stages, plan.axes, plan.cluster)
+    return simulate_step(plan_schedule(plan), loads, plan.prediction.hides_messages)
+
+
+def rank_names(plan: Plan) -> list[str]:
+    """The ranks of the pipeline by devices and stages: `ranks 0-3, stages 0, 4`."""
+    names = []
+    for group in rank_groups(plan.stages):
+        stages = spans(stage.index for stage in group)
+        ranks, many = spans(group[0].ranks), "s" if len(group[0].ranks) > 1 else ""
+        names.append(f"rank{many} {ranks}, stage{'s' if len(group) > 1 else ''} {stages}")
+    return names
+
+
+def simulate_stages(
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    axes: Sequence[MeshAxis],
+    cluster: Cluster,
+    *,
+    hides_messages: bool = True,
+) -> Step:
+    """The same before there is a plan; without `hides_messages` they take compute's time."""
+    return simulate_step(schedule, stage_loads(stages, axes, cluster), hides_messages)
+
+
+def stage_loads(
+    stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster
+) -> tuple[StageLoad, ...]:
+    """What every stage asks of its ranks."""
+    static = {
+        group[0].index: sum(
+            figure
+            for stage in group
+            for name, figure in stage.memory_bytes
+            if name not in MOVING or not stage.held_bytes
+        )
+        for group in rank_groups(stages)
+    }
+    shares = _shares_links(stages, axes, cluster)
+    return tuple(_load(stage, static.get(stage.index, 0.0), shares) for stage in stages)
+
+
+def _load(stage: StagePlan, static_bytes: float, shares_links: bool) -> StageLoad:
+    times, beside, held = (
+        dict(terms) for terms in (stage.time_s, stage.communication_s, stage.held_bytes)
+    )
+    return StageLoad(
+        forward_s=times.get("forward", 0.0),
+        backward_s=times.get("backward", 0.0),
+        backward_weight_s=times.get("backward_weight", 0.0),
+        send_forward_s=times.get("send_forward", 0.0),
+        send_backward_s=times.get("send_backward", 0.0),
+        forward_waits_s=beside.get("forward_waits", 0.0),
+        backward_waits_s=beside.get("backward_waits", 0.0),
+        forward_beside_s=beside.get("forward_beside", 0.0),
+        backward_beside_s=beside.get("backward_beside", 0.0),
+        last_backward_s=beside.get("last_backward", 0.0),
+        sum_beside_s=beside.get("sum_beside", 0.0),
+        sum_left_s=beside.get("sum_left", 0.0),
+        sync_s=times.get("gradient_sync", 0.0),
+        optimizer_s=times.get("optimizer", 0.0),
+        gather_s=times.get("weight_gather", 0.0),
+        shares_links=shares_links,
+        memory=StageMemory(
+            static_bytes=static_bytes,
+            saved_bytes=held.get("saved", 0.0),
+            deferred_bytes=held.get("deferred", 0.0),
+            working_bytes=held.get("working", 0.0),
+        ),
+    )
+
+
+def _shares_links(stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster) -> bool:
+    """Whether ranks that split the samples reach each other by the links of the messages between
+    stages."""
+    first = stages[0].ranks
+    other = next((stage.ranks for stage in stages if stage.ranks != first), None)
+    if other is None:
+        return False
+    together, stride = [0], 1
+    for axis in reversed(axes):
+        if axis.name in BATCH_AXES:
+            together = [at + i * stride for i in range(axis.size) for at in together]
+        stride *= axis.size
+    if len(together) == 1:
+        return False
+    data = cluster.link(tuple(first[at] for at in together))
+    return data == cluster.link((first[0], other[0]))

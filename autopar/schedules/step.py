@@ -1,0 +1,288 @@
+"""A whole training step by events: update, action lists, gradient sums, and what each rank holds.
+
+Steps follow each other. All ranks meet where the loss is summed over all of them, which is after
+their gradients are summed and before their optimizers step. From one such meeting to the next a
+rank steps its optimizer, gathers the weights that it updated a share of, runs its action list, and
+sums its gradients; the ranks that come late into a pipeline update while it fills. A schedule that
+never drains has no meeting: every backward is followed by its sum and update, and the step is that
+of the steady state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.endless import closing
+from autopar.schedules.memory_curve import NOTHING, Point, StageMemory, memory_curve
+from autopar.schedules.simulate import simulate
+from autopar.schedules.timeline import StageTimes, Timeline
+
+_K = ActionKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLoad:
+    """What one stage asks of its ranks. Seconds are per micro-batch, those of a step say so.
+
+    `forward_s` and `backward_s` are whole passes, with the seconds in `*_waits_s` in which compute
+    waits for collectives; `backward_weight_s` is the part of the backward that computes weight
+    gradients; `*_beside_s` run beside compute. The sends are to the next stage and to the one
+    before. Once a step: `last_backward_s` more in the last backward and `sum_beside_s` beside it,
+    `sync_s` after it, of which `sum_left_s` go on at its end and the rest begins when the rank has
+    run its list; `optimizer_s`, and `gather_s` to gather updated weights. `shares_links`: what runs
+    beside compute takes the links that messages take.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward_weight_s: float = 0.0
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+    forward_waits_s: float = 0.0
+    backward_waits_s: float = 0.0
+    forward_beside_s: float = 0.0
+    backward_beside_s: float = 0.0
+    last_backward_s: float = 0.0
+    sum_beside_s: float = 0.0
+    sum_left_s: float = 0.0
+    sync_s: float = 0.0
+    optimizer_s: float = 0.0
+    gather_s: float = 0.0
+    shares_links: bool = False
+    memory: StageMemory = NOTHING
+
+    @property
+    def update_s(self) -> float:
+        """All that is done once a step."""
+        return self.sync_s + self.optimizer_s + self.gather_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTime:
+    """Where the seconds of a rank's step go; they add up to the step.
+
+    `collectives_s` and `messages_s` are exposed communication: compute waits, and a collective of
+    this rank, or a message to it, is under way. `idle_s` is the bubble.
+    """
+
+    compute_s: float
+    collectives_s: float
+    messages_s: float
+    idle_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Exposed communication."""
+        return self.collectives_s + self.messages_s
+
+    @property
+    def step_s(self) -> float:
+        """The step."""
+        return self.compute_s + self.exposed_s + self.idle_s
+
+    @property
+    def utilization(self) -> float:
+        """Share of the step in which the rank computes; 0 for a step of no length."""
+        return self.compute_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A simulated step. Times count from where all ranks meet; `sync_begin_s` and `sync_end_s` are
+    those of each rank's sums of gradients after its list, `memory` what it holds from 0 on."""
+
+    loads: tuple[StageLoad, ...]
+    timeline: Timeline
+    step_s: float
+    begin_s: tuple[float, ...]
+    sync_begin_s: tuple[float, ...]
+    sync_end_s: tuple[float, ...]
+    ranks: tuple[RankTime, ...]
+    memory: tuple[tuple[Point, ...], ...]
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each rank holds."""
+        return tuple(max(point.held_bytes for point in curve) for curve in self.memory)
+
+    @property
+    def utilization(self) -> float:
+        """Share of all ranks' time in which they compute."""
+        return self._share("compute_s")
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they wait for each other."""
+        return self._share("idle_s")
+
+    @property
+    def exposed_fraction(self) -> float:
+        """Share of all ranks' time in which they wait for communication."""
+        return self._share("exposed_s")
+
+    def _share(self, part: str) -> float:
+        total_s = self.step_s * len(self.ranks)
+        return sum(getattr(rank, part) for rank in self.ranks) / total_s if total_s else 0.0
+
+
+def simulate_step(schedule: Schedule, loads: Sequence[StageLoad], overlap: bool = True) -> Step:
+    """Run a step of a valid schedule; `overlap` tells whether messages run beside compute.
+
+    Raises InputError as `simulate` does.
+    """
+    stages = _stages_of(schedule)
+    flushes = schedule.flushes
+    begin_s = tuple(
+        sum(loads[s].optimizer_s + loads[s].gather_s for s in own) if flushes else 0.0
+        for own in stages
+    )
+    times = stage_times(loads, flushes=flushes)
+    timeline = simulate(schedule, times, overlap, begin_s)
+    sync_begin_s, sync_end_s = list(timeline.finish_s), list(timeline.finish_s)
+    if flushes:
+        for rank, own in enumerate(stages):
+            going_on_s = _sums_left(timeline, rank, loads)
+            sync_begin_s[rank] = max(timeline.finish_s[rank], going_on_s)
+            late_s = sum(loads[s].sync_s - loads[s].sum_left_s for s in own)
+            sync_end_s[rank] = sync_begin_s[rank] + late_s
+    step_s = max(sync_end_s)
+    return Step(
+        loads=tuple(loads),
+        timeline=timeline,
+        step_s=step_s,
+        begin_s=begin_s,
+        sync_begin_s=tuple(sync_begin_s),
+        sync_end_s=tuple(sync_end_s),
+        ranks=tuple(
+            _rank_time(timeline, rank, loads, begin_s[rank], sync_end_s[rank], step_s, overlap)
+            for rank in range(schedule.num_ranks)
+        ),
+        memory=_curves(timeline, loads, stages),
+    )
+
+
+def stage_times(loads: Sequence[StageLoad], *, flushes: bool = True) -> StageTimes:
+    """The times that an action list is simulated on."""
+    beside = [load.shares_links for load in loads]
+    return StageTimes(
+        forward_s=tuple(load.forward_s for load in loads),
+        backward_s=tuple(load.backward_s for load in loads),
+        backward_input_s=tuple(load.backward_s - load.backward_weight_s for load in loads),
+        backward_weight_s=tuple(load.backward_weight_s for load in loads),
+        send_forward_s=tuple(load.send_forward_s for load in loads[:-1]),
+        send_backward_s=tuple(load.send_backward_s for load in loads[1:]),
+        last_backward_s=tuple(load.last_backward_s for load in loads) if flushes else (),
+        update_s=() if flushes else tuple(load.update_s for load in loads),
+        forward_beside_s=tuple(
+            load.forward_beside_s * own for load, own in zip(loads, beside, strict=True)
+        ),
+        backward_beside_s=tuple(
+            load.backward_beside_s * own for load, own in zip(loads, beside, strict=True)
+        ),
+    )
+
+
+def _stages_of(schedule: Schedule) -> list[list[int]]:
+    stages: list[list[int]] = [[] for _ in schedule.ranks]
+    for stage, rank in enumerate(schedule.stage_rank):
+        stages[rank].append(stage)
+    return stages
+
+
+def _sums_left(timeline: Timeline, rank: int, loads: Sequence[StageLoad]) -> float:
+    """When the sums of gradients that began in last backwards end."""
+    ends = {
+        action.stage: end_s
+        for action, end_s in zip(timeline.schedule.ranks[rank], timeline.end_s[rank], strict=True)
+        if action.kind is _K.BACKWARD
+    }
+    left = [end_s + loads[s].sum_left_s for s, end_s in ends.items() if loads[s].sum_left_s]
+    return max(left, default=0.0)
+
+
+def _rank_time(
+    timeline: Timeline,
+    rank: int,
+    loads: Sequence[StageLoad],
+    begin_s: float,
+    sync_end_s: float,
+    step_s: float,
+    overlap: bool,
+) -> RankTime:
+    row, flushes = timeline.schedule.ranks[rank], timeline.schedule.flushes
+    counts = Counter((action.kind, action.stage) for action in row)
+    own = {action.stage for action in row}
+    often = 1 if flushes else timeline.schedule.num_micro_batches
+    optimizer_s = often * sum(loads[s].optimizer_s for s in own)
+    passes_s = waits_s = 0.0
+    for (kind, stage), count in counts.items():
+        load = loads[stage]
+        if kind is _K.FORWARD:
+            passes_s += count * load.forward_s
+            waits_s += count * load.forward_waits_s
+        elif kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
+            extra_s = load.last_backward_s if kind is _K.BACKWARD and flushes else 0.0
+            whole = kind is _K.BACKWARD
+            passes_s += count * (load.backward_s - (0.0 if whole else load.backward_weight_s))
+            passes_s += extra_s
+            waits_s += count * load.backward_waits_s + extra_s
+        elif kind is _K.BACKWARD_WEIGHT:
+            passes_s += count * load.backward_weight_s
+    if flushes:
+        once_s = begin_s - optimizer_s + sync_end_s - timeline.finish_s[rank]
+    else:
+        once_s = often * sum(loads[s].sync_s + loads[s].gather_s for s in own)
+    compute_s, collectives_s = passes_s - waits_s + optimizer_s, waits_s + once_s
+    left_s = max(0.0, step_s - compute_s - collectives_s)
+    messages_s = min(left_s, _message_waits_s(timeline, rank, loads, begin_s, overlap))
+    return RankTime(
+        compute_s=compute_s,
+        collectives_s=collectives_s,
+        messages_s=messages_s,
+        idle_s=left_s - messages_s,
+    )
+
+
+def _message_waits_s(
+    timeline: Timeline, rank: int, loads: Sequence[StageLoad], begin_s: float, overlap: bool
+) -> float:
+    """How long compute waits while a message that it needs is under way; without overlap, how long
+    it is given to messages."""
+    row = timeline.schedule.ranks[rank]
+    starts, ends = timeline.start_s[rank], timeline.end_s[rank]
+    if not overlap:
+        spans = zip(row, starts, ends, strict=True)
+        return sum(end_s - start_s for a, start_s, end_s in spans if not a.kind.is_compute)
+    waited_s, free_s = 0.0, begin_s
+    for action, start_s, end_s in zip(row, starts, ends, strict=True):
+        if action.kind.is_compute:
+            free_s = end_s
+            if action.kind is _K.BACKWARD and not timeline.schedule.flushes:
+                free_s += loads[action.stage].update_s
+        elif action.kind.is_recv and end_s > free_s:
+            waited_s += end_s - max(free_s, start_s)
+            free_s = end_s
+    return waited_s
+
+
+def _curves(
+    timeline: Timeline, loads: Sequence[StageLoad], stages: Sequence[Sequence[int]]
+) -> tuple[tuple[Point, ...], ...]:
+    memory = [load.memory for load in loads]
+    late = closing(timeline.schedule).ranks
+    curves = []
+    for rank, own in enumerate(stages):
+        static_bytes = sum(memory[s].static_bytes for s in own)
+        if not timeline.schedule.flushes:
+            static_bytes += sum(memory[a.stage].saved_bytes for a in late[rank] if _frees(a))
+        spans = timeline.start_s[rank], timeline.end_s[rank]
+        curves.append(memory_curve(timeline.schedule.ranks[rank], *spans, memory, static_bytes))
+    return tuple(curves)
+
+
+def _frees(action: Action) -> bool:
+    """Whether the action ends what a micro-batch is held for."""
+    return action.kind is _K.BACKWARD
