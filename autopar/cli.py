@@ -149,6 +149,13 @@ def _share(text: str) -> float:
     return value
 
 
+def _price(text: str) -> tuple[str, float]:
+    kind, equals, value = (part.strip() for part in text.partition("="))
+    if not (kind and equals and value):
+        raise argparse.ArgumentTypeError(f"expected KIND=PRICE, found {text!r}")
+    return kind, _positive(value)
+
+
 def _pin(text: str) -> tuple[str, str]:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals and value):
@@ -267,6 +274,24 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", help=text)
 
 
+def _objective(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--objective",
+        choices=("time", "memory", "cost"),
+        help="what the plan has the least of: time of a step (default), memory of the fullest "
+        "device, or cost of a sample on any part of the cluster",
+    )
+    add(
+        "--price",
+        metavar="KIND=PRICE",
+        type=_price,
+        action="append",
+        default=[],
+        help="what a device of a kind costs an hour; may be repeated",
+    )
+
+
 def _top(parser: argparse.ArgumentParser) -> None:
     text = (
         "name this many other techniques that came next, each solved (default: up to 5 of those "
@@ -320,11 +345,11 @@ def _planning(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "plan": (
         "find the best way to train a model on a cluster",
-        (_model, _cluster, _planning, _top, _profile, _output_file),
+        (_model, _cluster, _planning, _objective, _top, _profile, _output_file),
     ),
     "sweep": (
         "plan a model on clusters of several sizes, and say how it scales",
-        (_model, _clusters, _planning),
+        (_model, _clusters, _planning, _objective),
     ),
     "profile": (
         "measure the ops and collectives that plans of a model can need, on this machine",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _DONE, _NO = 0, 1
 
 _PLANNING = ("global_batch", "precision", "optimizer", "time_limit", "gap", "backend")
+_ASKED = ("objective", "top")
 _GIB = 2**30
 
 
@@ -48,8 +49,6 @@ def plan(options: Namespace) -> int:
     if options.output:
         _check_file(options.output)
     request = planning_options(options)
-    if options.top is not None:
-        request = replace(request, top=options.top)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
     measured = read_profiles(options.profile) if options.profile else ()
     with progress() as report:
@@ -321,6 +320,10 @@ def planning_options(options: Namespace) -> PlanOptions:
     given["time_limit_s"] = given.pop("time_limit")
     if options.memory_limit is not None:
         given["memory_limit_bytes"] = int(options.memory_limit * _GIB)
+    for name in _ASKED:  # by some commands alone
+        given[name] = getattr(options, name, None)
+    if prices := getattr(options, "price", []):
+        given["prices"] = dict(prices)
     given = {name: value for name, value in given.items() if value is not None}
     return compiler.PlanOptions(pins=tuple(options.pin), **given)
 

@@ -17,7 +17,7 @@ from autopar.capture import Captured, capture, find_blocks
 from autopar.codegen.model import ModelView
 from autopar.codegen.program import program_files, write_files
 from autopar.codegen.traffic import stage_collectives, totals
-from autopar.costs.clusters import parse_cluster
+from autopar.costs.clusters import parse_cluster, priced
 from autopar.costs.memory import Training
 from autopar.costs.profiles import Profile
 from autopar.errors import InputError
@@ -29,7 +29,15 @@ from autopar.plan.check import check_plan
 from autopar.plan.fingerprint import check_cluster, check_model
 from autopar.plan.plan import Plan
 from autopar.schedules.registry import SCHEDULES
-from autopar.search import Pins, Setting, check_backend, make_plan, parse_pins, split_classes
+from autopar.search import (
+    Pins,
+    Setting,
+    check_backend,
+    check_objective,
+    make_plan,
+    parse_pins,
+    split_classes,
+)
 from autopar.sources import Batch, LossFn, ModelSource, load_source
 
 __all__ = [
@@ -60,8 +68,10 @@ class PlanOptions:
 
     `global_batch` defaults to the source's own. `pins` are (key, value) texts; without `price_pins`
     the plan does not say what they cost, which saves a search of everything that they rule out.
-    The search ends once the plan is proven to be within `gap` of the best, or at the time limit.
-    It names the techniques that came next: those it met, or `top` of them, searched for.
+    `objective` is what is least: `time`, `memory` or `cost`, for which `prices` say what a device
+    of each kind costs an hour, where the cluster does not. The search ends once the plan is proven
+    to be within `gap` of the best, or at the time limit. It names the techniques that came next:
+    those it met, or `top` of them, searched for.
     """
 
     global_batch: int | None = None
@@ -72,6 +82,8 @@ class PlanOptions:
     price_pins: bool = True
     memory_limit_bytes: int | None = None
     time_limit_s: float = 120.0
+    objective: str = "time"
+    prices: Mapping[str, float] = field(default_factory=dict)
     gap: float = 0.0
     top: int | None = None
     backend: str = "highs"
@@ -151,6 +163,7 @@ def planning_setting(
     """What a search over the plans of a captured model is given. Raises InputError."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins, precision = _checked(options, where)
+    where = priced(where, options.prices)
     progress("finding blocks", None)
     return Setting(
         name=name,
@@ -169,6 +182,7 @@ def planning_setting(
         profile=options.profile,
         backend=options.backend,
         time_limit_s=options.time_limit_s,
+        objective=options.objective,
         gap=options.gap,
         top=options.top,
     )
@@ -203,6 +217,7 @@ def _checked(options: PlanOptions, cluster: Cluster) -> tuple[Pins, Precision]:
             f"unknown precision {options.precision!r}; choose one of {', '.join(PRECISIONS)}"
         )
     check_backend(options.backend)
+    check_objective(options.objective, priced(cluster, options.prices))
     _check_products(precision, cluster)
     return pins, precision
 

@@ -249,6 +249,16 @@ def least_shortfall(problem: PartitionProblem) -> Shortfall:
     )
 
 
+def least_excess_together(problem: PartitionProblem) -> float:
+    """Bytes beyond its capacity that the fullest rank needs at the least, as a mean of all ranks:
+    a lower bound, which memory that is dealt out otherwise may not reach."""
+    relaxed = _Relaxed(problem)
+    found = relaxed.search.shortest(
+        relaxed.costs(1.0, time_weight=0.0, cut_weight=0.0, sync_weight=0.0)
+    )
+    return math.inf if found is None else (found[0] - relaxed.capacity) / len(relaxed.ranks)
+
+
 def _smallest(options: tuple[BlockOption, ...], in_flight: int) -> int:
     """The option that holds the least, of such the one of the least transient."""
     needs = [(_held(o, in_flight), o.transient_bytes) for o in options]

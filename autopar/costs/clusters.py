@@ -40,9 +40,10 @@ def parse_cluster(spec: str, memory_limit_bytes: int | None = None) -> Cluster:
     """The cluster that `spec` describes; see the module for the forms of text.
 
     A file holds `groups`, a list of `device`, `nodes`, `devices_per_node` and optionally
-    `memory_gib`; and optionally `links`, from the fastest level to the slowest, a list of `name`,
-    `span` (devices), `bandwidth_gb_s` (per device and direction) and `latency_us`. Without `links`,
-    those the devices usually come with are taken, the slowest where devices differ.
+    `memory_gib` and `price_per_hour` of a device; and optionally `links`, from the fastest level to
+    the slowest, a list of `name`, `span` (devices), `bandwidth_gb_s` (per device and direction) and
+    `latency_us`. Without `links`, those the devices usually come with are taken, the slowest where
+    devices differ.
 
     `memory_limit_bytes` caps the memory of each accelerator, and sets that of each CPU process.
     Raises InputError on anything malformed.
@@ -187,6 +188,52 @@ def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None
     return _named(Cluster(groups=groups, links=links))
 
 
+def priced(cluster: Cluster, prices: Mapping[str, float]) -> Cluster:
+    """The cluster with prices of a device and hour, by device. Raises InputError for one that it
+    has not."""
+    has = [group.device.name for group in cluster.groups]
+    for name in prices:
+        if name not in has:
+            raise InputError(
+                f"price {name}: cluster {cluster.spec} has no such device; it has {', '.join(has)}"
+            )
+    return replace(
+        cluster,
+        groups=tuple(
+            replace(
+                group,
+                device=replace(
+                    group.device,
+                    price_per_hour=prices.get(group.device.name, group.device.price_per_hour),
+                ),
+            )
+            for group in cluster.groups
+        ),
+    )
+
+
+def parts(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The parts of a cluster that may be used alone, the fewest devices first: of each kind of
+    device 1, 2, 4 and so on of a node, or of whole nodes, up to all; and everything."""
+    found = []
+    for group in cluster.groups:
+        usual = cluster.links == _usual_links(cluster.groups) and len(cluster.groups) > 1
+        links = _usual_links((group,)) if usual else cluster.links
+        own = Cluster(groups=(group,), links=links)
+        found += [
+            resized(own, nodes=1, devices_per_node=count)
+            for count in _doubled(group.devices_per_node)[:-1]
+        ]
+        found += [resized(own, nodes=count) for count in _doubled(group.nodes)]
+    if len(cluster.groups) > 1:
+        found.append(cluster)
+    return tuple(sorted(found, key=lambda part: part.num_devices))
+
+
+def _doubled(most: int) -> list[int]:
+    return sorted({*(2**k for k in range(most.bit_length())), most})
+
+
 def _named(cluster: Cluster) -> Cluster:
     return replace(cluster, spec=cluster_text(cluster))
 
@@ -224,8 +271,11 @@ def _from_file(path: Path) -> Cluster:
 
 def _file_group(item: object, where: str) -> DeviceGroup:
     required = ("device", "nodes", "devices_per_node")
-    fields = _fields(item, where, required=required, optional=("memory_gib",))
+    fields = _fields(item, where, required=required, optional=("memory_gib", "price_per_hour"))
     device = _device(str(fields["device"]), where)
+    if "price_per_hour" in fields:
+        price = _number(fields["price_per_hour"], f"{where}, price_per_hour", positive=True)
+        device = replace(device, price_per_hour=price)
     if "memory_gib" in fields:
         memory_gib = _number(fields["memory_gib"], f"{where}, memory_gib", positive=True)
         device = replace(device, memory_bytes=int(memory_gib * GIB))

@@ -10,7 +10,8 @@ class DeviceSpec:
     """One kind of accelerator. `peak_flops` maps dtype to dense FLOP/s of the matrix units.
 
     `matmul_efficiency` is the fraction of the peak that the best large matmul was measured at.
-    `kind` is torch's device type.
+    `kind` is torch's device type. `price_per_hour` is what one costs, in whatever currency the
+    user reckons in; there is no default.
     """
 
     name: str
@@ -21,6 +22,7 @@ class DeviceSpec:
     matmul_efficiency: float
     kernel_launch_s: float
     source: str
+    price_per_hour: float | None = None
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype; the slowest listed rate for a dtype that is not listed."""

@@ -61,6 +61,7 @@ _MADE_FOR: dict[str, Callable[[Plan], str]] = {
     "global batch": lambda plan: str(plan.training.global_batch),
     "precision": lambda plan: plan.training.precision,
     "optimizer": lambda plan: plan.training.optimizer,
+    "objective": lambda plan: plan.objective,
     "pins": lambda plan: ", ".join(f"{pin.key}={pin.value}" for pin in plan.pins) or "none",
 }
 

@@ -254,7 +254,8 @@ class Plan:
     """Every decision for training one model on one cluster.
 
     `pipeline` counts the ranks of the pipeline, `chunks` the stages of each: `stages` has
-    `pipeline * chunks` entries, on ranks as the schedule places them.
+    `pipeline * chunks` entries, on ranks as the schedule places them. `objective` is what the plan
+    has the least of: `time` of a step, `memory` of the fullest rank, or `cost` of a sample.
     """
 
     version: int = PLAN_VERSION
@@ -269,6 +270,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     collectives: tuple[Collective, ...]
     prediction: Prediction
+    objective: str = "time"
     certificate: Certificate
     pins: tuple[PinPrice, ...] = ()
     notes: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from autopar.plan.plan import (
     StagePlan,
     Terms,
 )
+from autopar.plan.price import hourly_price, price_text, sample_price
 from autopar.plan.simulated import simulate_plan
 from autopar.plan.step_table import step_summary, step_text
 from autopar.plan.techniques import techniques, variant_parameters
@@ -94,6 +95,9 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             "interpolated": plan.prediction.interpolated_ops,
             "modelled": plan.prediction.modelled_ops,
         },
+        "objective": plan.objective,
+        "price_per_hour": hourly_price(plan.cluster),
+        "price_per_sample": sample_price(plan),
         "status": certificate.status,
         "bound_s": certificate.bound_s,
         "gap": certificate.gap,
@@ -206,6 +210,13 @@ def _header(plan: Plan) -> str:
         ("grid", grid_text(plan)),
         ("step", _step(plan)),
     ]
+    hourly, price = hourly_price(plan.cluster), sample_price(plan)
+    if hourly is not None and price is not None:
+        per = price * 1e6 / (length or 1)
+        what = "samples" if length is None else "tokens"
+        rows.append(("cost", f"{price_text(hourly)} an hour, {price_text(per)} a million {what}"))
+    if plan.objective != "time":
+        rows.append(("least", plan.objective))
     return columns(*_split(rows), left=2)
 
 

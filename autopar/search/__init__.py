@@ -1,7 +1,8 @@
 """Search: grids, sharding of block classes and stages, solved and put together as a plan."""
 
 from autopar.search.classes import split_classes
-from autopar.search.make import check_backend, make_plan
+from autopar.search.make import check_backend
+from autopar.search.objective import check_objective, make_plan
 from autopar.search.pins import Pins, parse_pins
 from autopar.search.planner import Progress
 from autopar.search.setting import Setting
@@ -11,6 +12,7 @@ __all__ = [
     "Progress",
     "Setting",
     "check_backend",
+    "check_objective",
     "make_plan",
     "parse_pins",
     "split_classes",

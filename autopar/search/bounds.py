@@ -109,13 +109,18 @@ class Bounds:
 
     def _state_may_fit(self, grid: Grid) -> bool:
         """Whether one share of every parameter's state fits the stages' memory put together."""
+        return self.least_excess_bytes(grid) <= 0
+
+    def least_excess_bytes(self, grid: Grid, capacity: bool = True) -> float:
+        """Bytes beyond its `capacity` (or all that it holds) that some rank needs for state alone,
+        which no layout of it is below."""
         setting = self.pricer.setting
-        firsts = [place * grid.stage_devices for place in range(grid.pipeline)]
-        room = sum(
-            setting.memory_bytes(rank) - reserve_bytes(setting.cluster.device(rank))
-            for rank in firsts
-        )
-        return least_state_bytes(self.pricer, grid) <= room
+        ranks = [place * grid.stage_devices for place in range(grid.pipeline)]
+        held = least_state_bytes(self.pricer, grid)
+        for rank in ranks:
+            held += reserve_bytes(setting.cluster.device(rank))
+            held -= setting.memory_bytes(rank) * capacity
+        return held / len(ranks)
 
     def _fastest(self, class_index: int, grid: Grid) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""

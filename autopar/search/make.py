@@ -39,8 +39,8 @@ from solvers.solution import Status, relative_gap
 _UNMEASURED = 5
 
 
-def make_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
-    """The best plan of a setting.
+def fastest_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
+    """The fastest plan of a setting.
 
     Raises InfeasiblePlan or InputError with the reason. With pins, a second search without them
     tells what they cost, unless the setting does not ask.

@@ -49,6 +49,9 @@ PATIENCE = 48
 with the first schedule ends, and that of the others. Unlike a limit on time, it ends in the same
 place on any machine."""
 
+_HOPELESS = 4
+"""Grids whose state alone does not fit that are solved to say by how much."""
+
 _TIE = 1e-9
 _MOST_FIXINGS = 8
 
@@ -165,6 +168,8 @@ class Planner:
                 seen.unsolved += len(queue) + 1
                 seen.timed_out = True
                 return bound
+            if bound == inf and len(seen.unfit) >= _HOPELESS:
+                return None
             if seen.ends_search(bound, self.setting.gap):
                 seen.unsolved += len(queue) + 1
                 seen.close_enough = True
@@ -277,7 +282,7 @@ class Planner:
         """
         found = [
             (self._relaxed(problem) if bound < seen.limit_s else bound, index, options, problem)
-            for index, (bound, options, problem) in enumerate(self._problems(grid))
+            for index, (bound, options, problem) in enumerate(self.problems(grid))
         ]
         fits = False
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
@@ -290,7 +295,7 @@ class Planner:
             fits = staged.solution.status.has_solution
             yield staged
 
-    def _problems(
+    def problems(
         self, grid: Grid
     ) -> Iterator[tuple[float, dict[int, tuple[ClassOption, ...]], PartitionProblem]]:
         """A bound and the problem for every way to lay parameters that several blocks share."""

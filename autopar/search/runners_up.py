@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import ceil
 
 from autopar.plan.plan import Candidate, Prediction
@@ -14,6 +15,8 @@ from solvers.solution import Status
 
 SHOWN = 5
 """Runners-up of a plan where no number is asked for."""
+
+_PLENTY_BYTES = 2.0**80
 
 Predict = Callable[[Staged], Prediction]
 
@@ -32,7 +35,7 @@ def runners_up(
     solved = _of_techniques(found.solved, lambda staged: staged.solution.objective)
     solved.pop(best.grid.technique, None)
     missed = [staged for staged in found.unfit if staged.solution.status is Status.INFEASIBLE]
-    unfit = _of_techniques(missed, lambda staged: lower_bound(staged.problem))
+    unfit = _of_techniques(missed, _least_s)
     known = {staged.grid.technique for staged in found.solved}
     last_s = sorted(time_s for time_s, _ in solved.values())[:count]
     ranked = [(time_s, 0, staged) for time_s, staged in solved.values()]
@@ -61,6 +64,12 @@ def _of_techniques(
         if key not in least or own < least[key][0]:
             least[key] = (own, staged)
     return least
+
+
+def _least_s(staged: Staged) -> float:
+    """What a grid that does not fit would take at the least if memory were no matter."""
+    plenty = (_PLENTY_BYTES,) * staged.problem.num_stages
+    return lower_bound(replace(staged.problem, capacity_bytes=plenty))
 
 
 def _slower(

@@ -25,8 +25,9 @@ from autopar.search.pins import Pins
 class Setting(GraphFacts):
     """One planning request. `price_pins` asks what the pins cost against the free optimum,
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
-    `gap` ends the search once a plan is proven to be that close to the best, `top` has it go on
-    until so many other techniques are solved too. `execution` is what runs the plan.
+    `objective` is what is least, see `search.objective`. `gap` ends the search once a plan is
+    proven to be that close to the best, `top` has it go on until so many other techniques are
+    solved too. `execution` is what runs the plan.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Setting(GraphFacts):
     execution: Execution = field(default_factory=Execution)
     backend: str = "highs"
     time_limit_s: float = 120.0
+    objective: str = "time"
     gap: float = 0.0
     top: int | None = None
 

@@ -39,10 +39,10 @@ from autopar.rules import axis_strategies
 from autopar.schedules.closed_form import PERIODS, flush_step_lower_bound_s, flush_step_s
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.timeline import StageTimes
+from autopar.search import make_plan
 from autopar.search.assemble import stage_plans
 from autopar.search.block import node_options
 from autopar.search.grid import Grid
-from autopar.search.make import make_plan
 from autopar.search.pins import parse_pins
 from autopar.search.planner import PATIENCE, Planner
 from autopar.search.pricer import Pricer
