@@ -57,7 +57,8 @@ def measured_cluster(
     device = _measured_device(group.num_devices, folder, progress)
     if group.device.memory_bytes != _TABLE_CPU.memory_bytes:
         device = replace(device, memory_bytes=group.device.memory_bytes)
-    return replace(cluster, groups=(replace(group, device=device),))
+    shared = replace(group, device=device, cores=os.cpu_count() or 1)
+    return replace(cluster, groups=(shared,))
 
 
 def resolve(spec: str) -> str:

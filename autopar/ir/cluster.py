@@ -46,16 +46,27 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceGroup:
-    """Equal nodes: `nodes` times `devices_per_node` devices of one kind."""
+    """Equal nodes: `nodes` times `devices_per_node` devices of one kind.
+
+    `cores` are the processor cores that the devices of a node share, where they are its processes;
+    0 where each computes by itself. Rates of the device are its share of them.
+    """
 
     device: DeviceSpec
     nodes: int
     devices_per_node: int
+    cores: int = 0
 
     @property
     def num_devices(self) -> int:
         """Devices in the group."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long compute takes where all devices of a node compute, against one
+        that computes alone."""
+        return max(1.0, self.devices_per_node / self.cores) if self.cores else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +92,11 @@ class Cluster:
                 return group.device
             rank -= group.num_devices
         raise IndexError(f"rank beyond the {self.num_devices} devices of the cluster")
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long compute takes where all devices compute, against one alone."""
+        return max(group.slowdown for group in self.groups)
 
     def link(self, ranks: tuple[int, ...]) -> LinkLevel:
         """The fastest level that joins all of `ranks`; the one a flat collective is bound by."""

@@ -36,18 +36,18 @@ class Bounds:
 
     def computed(self, grid: Grid) -> float:
         """The cheapest bound, of sharpness `COMPUTE`."""
-        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._least)
+        return self._bound(grid, self._least_weights(grid), self._least)
 
     def sharper(self, grid: Grid, sharpness: Sharpness) -> tuple[float, Sharpness]:
         """The next sharper bound of a grid, and how sharp it is."""
         if sharpness == Sharpness.COMPUTE:
-            closed = has_closed_form(grid.pipe)
+            closed = has_closed_form(grid.pipe, self._slowdown)
             return self.sharded(grid), Sharpness.SCHEDULED if closed else Sharpness.SHARDED
         return self._bound(grid, self.weights(grid), self._fastest), Sharpness.SCHEDULED
 
     def sharded(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
-        return self._bound(grid, Weights.of(least_step(grid.pipe), grid.pipe), self._fastest)
+        return self._bound(grid, self._least_weights(grid), self._fastest)
 
     def weights(self, grid: Grid) -> Weights:
         """The objective of a grid: exact for equal stages and hidden messages.
@@ -55,10 +55,18 @@ class Bounds:
         Of a schedule that splits the backward it depends on what the parts take, for which the
         fastest sharding of every block stands.
         """
-        pipe = grid.pipe
-        if has_closed_form(pipe):
-            return Weights.of(least_step(pipe), pipe)
-        return Weights.of(equal_step(pipe, *self._parts(grid)), pipe)
+        pipe, slowdown = grid.pipe, self._slowdown
+        if has_closed_form(pipe, slowdown):
+            return self._least_weights(grid)
+        return Weights.of(equal_step(pipe, *self._parts(grid), slowdown), pipe, slowdown)
+
+    def _least_weights(self, grid: Grid) -> Weights:
+        """The objective of a bound: the least bubble that the schedule can leave."""
+        return Weights.of(least_step(grid.pipe, self._slowdown), grid.pipe, self._slowdown)
+
+    @property
+    def _slowdown(self) -> float:
+        return self.pricer.setting.cluster.slowdown
 
     def _parts(self, grid: Grid) -> tuple[float, float]:
         """The shares of forwards and of weight gradients in the work of all blocks."""

@@ -14,6 +14,7 @@ from autopar.schedules.endless import finite
 from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES, build_schedule
+from autopar.schedules.sharing import share_cores
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes
 
@@ -174,24 +175,31 @@ class Weights:
     longest: float
 
     @staticmethod
-    def of(step: float, pipeline: Pipeline) -> Weights:
+    def of(step: float, pipeline: Pipeline, slowdown: float = 1.0) -> Weights:
         """Those by which equal stages of one second take `step` seconds.
 
         A chunk that is longer than the others holds up its round, so a stage counts in the longest
-        as often as a rank runs stages.
+        as often as a rank runs stages. Where ranks share cores, all work counts wherever it is.
         """
-        share = min(1.0 / pipeline.chunks, step / pipeline.num_stages)
+        share = 1.0 / pipeline.chunks
+        if slowdown > 1:
+            share = max(share / slowdown, pipeline.micro_batches / pipeline.ranks)
+        share = min(share, step / pipeline.num_stages)
         if not pipeline.flushes:  # it never drains: only the slowest stage counts
             share = _NEGLIGIBLE / pipeline.num_stages
         return Weights(sum=share, longest=max(0.0, step - share * pipeline.num_stages))
 
 
-def least_step(pipeline: Pipeline) -> float:
+def least_step(pipeline: Pipeline, slowdown: float = 1.0) -> float:
     """What no such schedule beats with equal stages of one second and free messages.
 
-    With full backwards the last rank waits for a first micro-batch, and others wait after it.
+    With full backwards the last rank waits for a first micro-batch, and others wait after it. Where
+    ranks share cores (`schedules.sharing`), a stage takes 1 / `slowdown` of a second alone, and the
+    cores have all work to do.
     """
     work = pipeline.micro_batches * pipeline.chunks
+    if slowdown > 1:
+        return max(float(work), least_step(pipeline) / slowdown)
     if pipeline.splits_backward or not pipeline.flushes:
         return float(work)
     if pipeline.chunks == 1:
@@ -200,15 +208,17 @@ def least_step(pipeline: Pipeline) -> float:
     return float(max(work + min(pipeline.ranks - 1, through), through))
 
 
-def has_closed_form(pipeline: Pipeline) -> bool:
+def has_closed_form(pipeline: Pipeline, slowdown: float = 1.0) -> bool:
     """Whether `least_step` is what the schedule takes."""
+    if slowdown > 1 and pipeline.ranks > 1 and pipeline.flushes:
+        return False
     if pipeline.schedule in ("1f1b", "gpipe", "pipedream") or pipeline.ranks == 1:
         return True
     whole = pipeline.micro_batches % pipeline.ranks == 0
     return pipeline.schedule == "interleaved-1f1b" and whole
 
 
-def equal_step(pipeline: Pipeline, forward: float, weight: float) -> float:
+def equal_step(pipeline: Pipeline, forward: float, weight: float, slowdown: float = 1.0) -> float:
     """What the schedule takes with equal stages of one second and free messages, by simulation.
 
     `forward` and `weight` are the shares of forward and weight gradients in the second. A step
@@ -217,11 +227,11 @@ def equal_step(pipeline: Pipeline, forward: float, weight: float) -> float:
     shares = (round(forward * _STEPS), round(weight * _STEPS))
     short = pipeline.short()
     more = pipeline.micro_batches - short.micro_batches
-    return _simulated(short, *shares) + more * pipeline.chunks
+    return _simulated(short, *shares, slowdown) + more * pipeline.chunks
 
 
 @functools.lru_cache(maxsize=4096)
-def _simulated(pipeline: Pipeline, forward: int, weight: int) -> float:
+def _simulated(pipeline: Pipeline, forward: int, weight: int, slowdown: float) -> float:
     stages = pipeline.num_stages
     first, last = forward / _STEPS, weight / _STEPS
     times = StageTimes(
@@ -230,4 +240,7 @@ def _simulated(pipeline: Pipeline, forward: int, weight: int) -> float:
         backward_input_s=(1.0 - first - last,) * stages,
         backward_weight_s=(last,) * stages,
     )
-    return simulate(insert_communication(pipeline.build()), times).step_s
+    timeline = simulate(insert_communication(pipeline.build()), times)
+    if slowdown > 1 and pipeline.flushes:
+        timeline, _ = share_cores(timeline, (0.0,) * pipeline.ranks, slowdown)
+    return timeline.step_s

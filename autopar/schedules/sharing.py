@@ -1,0 +1,136 @@
+"""A simulated step on ranks that share processor cores.
+
+Where more ranks than cores compute at once, each gets an equal part of the cores (processor
+sharing): of `p` pipeline ranks whose compute takes `slowdown` times as long when all of them
+compute, `k` that compute at the same time run `min(slowdown, p / k)` times as fast as all would.
+A rank that waits leaves its part to the others, so a bubble costs less than on devices that stand
+alone, and imbalance nothing while the cores are busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from autopar.schedules.action import Action, matching_recv
+from autopar.schedules.timeline import Timeline
+
+
+def share_cores(
+    timeline: Timeline, tails_s: Sequence[float], slowdown: float
+) -> tuple[Timeline, tuple[float, ...]]:
+    """The timeline with the cores shared, and when each rank has run its tail as well.
+
+    The times of `timeline` are those of ranks that all compute; messages hide behind compute.
+    `tails_s` is the work of each rank after its list: gradients summed, the optimizer's step.
+    """
+    run = _Run(timeline, tails_s, slowdown)
+    run.all()
+    shared = replace(
+        timeline,
+        start_s=tuple(tuple(row.starts_s) for row in run.rows),
+        end_s=tuple(tuple(row.ends_s) for row in run.rows),
+        busy_s=tuple(row.busy_s for row in run.rows),
+        finish_s=tuple(max(row.ends_s, default=0.0) for row in run.rows),
+    )
+    return shared, tuple(row.done_s for row in run.rows)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One rank. `left_s` is what its current action has left, `wakes_s` when a message it waits
+    for is there; neither where it waits for one that is not sent, or is done."""
+
+    actions: tuple[Action, ...]
+    lengths_s: tuple[float, ...]
+    tail_s: float
+    at: int = 0
+    left_s: float | None = None
+    wakes_s: float = inf
+    link_free_s: float = 0.0
+    busy_s: float = 0.0
+    done_s: float = -1.0
+    starts_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(self, timeline: Timeline, tails_s: Sequence[float], slowdown: float) -> None:
+        self.slowdown, self.now_s = slowdown, 0.0
+        self.sent: dict[Action, tuple[float, float]] = {}
+        self.rows = [
+            _Row(
+                actions=actions,
+                lengths_s=tuple(end - start for start, end in zip(starts, ends, strict=True)),
+                tail_s=tail_s,
+            )
+            for actions, starts, ends, tail_s in zip(
+                timeline.schedule.ranks, timeline.start_s, timeline.end_s, tails_s, strict=True
+            )
+        ]
+
+    def all(self) -> None:
+        """From the first action to the last tail."""
+        while True:
+            while any(self._advance(row) for row in self.rows):
+                pass
+            active = [row for row in self.rows if row.left_s is not None]
+            waking_s = min((row.wakes_s for row in self.rows), default=inf)
+            if not active and waking_s == inf:
+                return
+            rate = min(self.slowdown, len(self.rows) / len(active)) if active else 0.0
+            least_s = min((row.left_s or 0.0 for row in active), default=inf)
+            passed_s = min(least_s / rate if active else inf, waking_s - self.now_s)
+            self.now_s += passed_s
+            for row in active:
+                assert row.left_s is not None
+                # exactly nothing is left of what ends now, whatever rounding says
+                ends = row.left_s == least_s and least_s <= passed_s * rate
+                row.left_s = 0.0 if ends else max(0.0, row.left_s - passed_s * rate)
+                row.busy_s += passed_s if row.at < len(row.actions) else 0.0
+
+    def _advance(self, row: _Row) -> bool:
+        """Go on with a rank until it computes or waits; whether anything happened."""
+        if row.done_s >= 0.0 or (row.left_s is not None and row.left_s > 0.0):
+            return False
+        before, started = row.at, row.left_s is not None
+        if started and not self._ended(row):
+            return True
+        row.wakes_s = inf
+        while row.at < len(row.actions):
+            action, length_s = row.actions[row.at], row.lengths_s[row.at]
+            if action.kind.is_compute:
+                row.starts_s.append(self.now_s)
+                row.left_s = length_s
+                return True
+            if not self._message(row, action, length_s):
+                return started or row.at > before
+            row.at += 1
+        row.left_s = row.tail_s
+        return True
+
+    def _ended(self, row: _Row) -> bool:
+        """Close the action, or the tail, that has nothing left; whether more follows."""
+        row.left_s = None
+        if row.at == len(row.actions):
+            row.done_s = self.now_s
+            return False
+        row.ends_s.append(self.now_s)
+        row.at += 1
+        return True
+
+    def _message(self, row: _Row, action: Action, length_s: float) -> bool:
+        """Send, or take what is there; whether the rank goes on."""
+        if action.kind.is_send:
+            start_s = max(self.now_s, row.link_free_s)
+            row.link_free_s = start_s + length_s
+            span = self.sent[matching_recv(action)] = start_s, row.link_free_s
+        else:
+            span = self.sent.get(action, (inf, inf))
+            if span[1] > self.now_s:
+                row.wakes_s = span[1]
+                return False
+        row.starts_s.append(span[0])
+        row.ends_s.append(span[1])
+        return True
