@@ -22,6 +22,7 @@ from autopar.plan.text import plural
 from autopar.profiler.database import Database
 from autopar.profiler.links import MESSAGES_BYTES, group_requests
 from autopar.profiler.ops import needed_ops
+from autopar.profiler.optimizers import optimizer_ops
 from autopar.profiler.ranks import Torchrun
 from autopar.profiler.run import Limits, Outcome, Profiler, Ranks
 from autopar.profiler.summary import machine_text
@@ -137,6 +138,7 @@ def profile_model(
         with Database(path, machine) as database:
             profiler = Profiler(database=database, limits=limits, progress=progress)
             ops = _ops(profiler, setting, device)
+            _optimizer(profiler, ranks, setting, device)
             found = _links(profiler, ranks, cluster, device)
     unasked = not links or ranks is not None or cluster.num_devices == 1
     note = "" if unasked else f"collectives: {_START.format(cluster.num_devices)}"
@@ -146,6 +148,13 @@ def profile_model(
 def _ops(profiler: Profiler, setting: Setting, device: torch.device) -> Outcome:
     spec = setting.cluster.device(0)
     return profiler.ops(needed_ops(setting, profiler.progress), spec, device)
+
+
+def _optimizer(
+    profiler: Profiler, ranks: Ranks | None, setting: Setting, device: torch.device
+) -> None:
+    if ranks is not None and device.type == "cpu":
+        profiler.optimizer(optimizer_ops(setting), ranks, device)
 
 
 def _links(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import DTYPE_BYTES
+from autopar.costs.local_op import SLOT, LocalOp
+from autopar.ir.graph import DTYPE_BYTES, Ref
 
 Options = Mapping[str, Any]
 
@@ -88,3 +89,21 @@ def optimizer_step_bytes(
     weights = numel * DTYPE_BYTES[dtype]
     updated = 2 * numel * DTYPE_BYTES["float32"] + weights if master else 2 * weights
     return numel * DTYPE_BYTES[grad_dtype] + updated + state
+
+
+def optimizer_op(name: str, kwargs: Options, numel: int, dtype: str) -> LocalOp:
+    """The step of an optimizer on one parameter, as an op that a profile can hold a time of."""
+    plain = {key: value for key, value in kwargs.items() if isinstance(value, bool | float | int)}
+    return LocalOp(
+        target=f"optimizer.{name.rsplit('.', 1)[-1].lower()}.default",
+        input_shapes=((numel,),),
+        input_dtypes=(dtype,),
+        output_shapes=((numel,),),
+        output_dtypes=(dtype,),
+        args=(Ref(SLOT, 0),),
+        kwargs=tuple(sorted((key, value) for key, value in plain.items() if key in _FLAGS)),
+    )
+
+
+_FLAGS = frozenset({"momentum", "nesterov", "amsgrad", "centered", "weight_decay", "maximize"})
+"""Options that a step's time depends on."""

@@ -16,6 +16,7 @@ from autopar.errors import RuntimeFailure
 from autopar.ir.cluster import DeviceSpec
 from autopar.profiler.database import Database
 from autopar.profiler.links import GroupRequest, measure_group
+from autopar.profiler.optimizers import measure_optimizer
 from autopar.profiler.timing import ENOUGH_S, LEAST_RUNS, WARM_UP, Stopwatch
 
 Progress = Callable[[str, float | None], None]
@@ -141,6 +142,22 @@ class Profiler:
             raise
         self.database.add_op(record)
         return record
+
+    def optimizer(self, ops: Sequence[LocalOp], ranks: Ranks, device: torch.device) -> Outcome:
+        """Measure the steps of an optimizer that have no record, all together."""
+        known = self.database.op_reasons()
+        missing = [op for op in ops if op.key not in known]
+        outcome = Outcome(wanted=len(ops), known=len(ops) - len(missing))
+        if self._over:
+            outcome.left = len(missing)
+            return outcome
+        if not missing:
+            return outcome
+        self.progress("measuring the optimizer", None)
+        for record in ranks.run(measure_optimizer, missing, device)[0]:
+            self.database.add_op(record)
+            outcome.measured += 1
+        return outcome
 
     def links(
         self, requests: Sequence[GroupRequest], ranks: Ranks, device: torch.device

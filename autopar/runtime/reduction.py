@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ class Reduction:
         axis = self._mesh.along(self._bucket.axes)
         if len(self._grads) == 1:
             return [primitives.all_reduce_(self._grads[0].contiguous(), axis)]
+        shapes = [grad.shape for grad in self._grads]
         together = torch.cat([grad.reshape(-1) for grad in self._grads])
+        self._grads.clear()
         primitives.all_reduce_(together, axis)
-        parts = together.split([grad.numel() for grad in self._grads])
-        for grad, part in zip(self._grads, parts, strict=True):
-            grad.copy_(part.view_as(grad))
-        return self._grads
+        parts = together.split([prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

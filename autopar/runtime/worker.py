@@ -71,9 +71,11 @@ def serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from autopar.runtime.allocator import keep_freed_memory
     from autopar.runtime.groups import end_all_groups
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)

@@ -11,7 +11,7 @@ from autopar.costs.collectives import ClusterCollectives
 from autopar.costs.compute import OpTime, op_time
 from autopar.costs.local_op import LocalOp, Order, local_op
 from autopar.costs.memory import state_bytes
-from autopar.costs.profiles import TimeSource
+from autopar.costs.profiles import Profile, TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
 from autopar.costs.traffic import op_traffic
 from autopar.costs.transient import transient_bytes
@@ -87,6 +87,13 @@ class Pricer:
         """The slowest device; every stage is priced on it where kinds differ."""
         devices = [group.device for group in self.setting.cluster.groups]
         return min(devices, key=lambda d: d.flops(self.setting.training.precision.param_dtype))
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measured times, unless they are of another kind of device of the cluster."""
+        profile = self.setting.profile
+        fits = profile is not None and profile.machine.row == self.device.name
+        return profile if fits else None
 
     def block_mesh(self, grid: Grid) -> tuple[MeshAxis, ...]:
         """The mesh that the options of blocks depend on: not on the sizes of the axes that split
@@ -229,9 +236,7 @@ class Pricer:
     def op_time(self, op: LocalOp) -> OpTime:
         """Forward and backward seconds of a local op, and where they are from."""
         if op not in self._times:
-            profile = self.setting.profile
-            if profile is not None and profile.machine.row != self.device.name:
-                profile = None  # of another kind of device of the cluster
+            profile = self.profile
             narrow = self.setting.training.precision.product_dtype
             self._times[op] = op_time(op, self.device, profile, product_dtype=narrow)
         return self._times[op]

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.costs.compute import memory_s
 from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
@@ -27,6 +26,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
 from autopar.ir.precision import grad_dtype
 from autopar.plan.zero import shard_layout
+from autopar.search.bucket_times import bucket_share_s, update_s
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
@@ -191,9 +191,9 @@ def _held(
 def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
     """The cost of the parameters of a class's first block."""
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
-    gathered = unreduced = moved = 0
+    gathered = unreduced = 0
     gathers: list[tuple[Ref, float, bool]] = []
-    sync_s = early_s = 0.0
+    sync_s = early_s = optimizer_s = 0.0
     for ref in block.parameters:
         source = setting.sources[ref.name]
         state = by_name[source.fqn]
@@ -203,11 +203,17 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
             gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
         if source.trainable:
             for each in sync_collectives(pricer, grid, ref, state):
-                seconds = _seconds(pricer, grid, (each,))
+                # a weight that lies in shards is summed by itself, others together
+                alone = state.level == 3 and each[0] in SUMS
+                seconds = (
+                    pricer.joined_s(grid, *each) if alone else bucket_share_s(pricer, grid, *each)
+                )
                 sync_s += seconds
                 early = state.level in setting.execution.early_sync and each[0] in SUMS
                 early_s += seconds * early
-            moved += optimizer_bytes(pricer, ref, state, prices)
+            shape = prices.local_shape(ref, state.stored or state.layout)
+            moved = optimizer_bytes(pricer, ref, state, prices)
+            optimizer_s += update_s(pricer, shape, moved)
             if state.level >= 2 and grid.micro_batches == 1:
                 unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
                     1
@@ -219,7 +225,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         gathers=tuple(gathers),
         sync_s=sync_s,
         early_s=early_s,
-        optimizer_s=memory_s(moved, pricer.device, kernels=0),
+        optimizer_s=optimizer_s,
     )
 
 
