@@ -14,15 +14,10 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.runtime.deferred import InitTape, deferred_init
 from autopar.runtime.load import load_program
+from autopar.runtime.optim import OPTIMIZERS
 from autopar.runtime.parallel import ParallelModel
 from autopar.runtime.verify import RankReport, compare
 from autopar.sources import Batch, LossFn, cast_batch, load_source
-
-OPTIMIZERS = {
-    name.lower(): getattr(torch.optim, name)
-    for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam")
-}
-"""Optimizers that can be named on the command line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,20 +7,21 @@ all parameters in a few kernels, which the bytes they move price well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from autopar.costs.local_op import LocalOp
 from autopar.costs.optimizer_state import optimizer_op
 from autopar.costs.profiles import OpRecord
-from autopar.jobs import OPTIMIZERS
 from autopar.profiler.timing import ENOUGH_S, LEAST_RUNS, MOST_RUNS, WARM_UP, clock_of, timing_of
 from autopar.runtime.groups import end_groups
+from autopar.runtime.optim import OPTIMIZERS
 from autopar.search.setting import Setting
 
 SIZES = tuple(4**k for k in range(3, 13))
@@ -60,7 +61,8 @@ def _seconds(op: LocalOp, mesh: DeviceMesh, device: torch.device) -> list[float]
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
 
     parameters = [nn.Parameter(tensor()) for _ in range(_TOGETHER)]
-    optimizer = OPTIMIZERS[op.name](parameters, **dict(op.kwargs))
+    build: Callable[..., Optimizer] = OPTIMIZERS[op.name]
+    optimizer = build(parameters, **dict(op.kwargs))
     for parameter in parameters:
         parameter.grad = tensor()
     clock, seconds = clock_of(device), list[float]()

@@ -21,6 +21,12 @@ OptimizerSpec = (
 """A class, a class with keyword arguments, a function of the parameters, or an optimizer that was
 built on the original model and has not stepped yet."""
 
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name.lower(): getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam")
+}
+"""Optimizers that can be named on the command line."""
+
 
 def bind_optimizer(
     optimizer: OptimizerSpec, store: ParameterStore, model: nn.Module | None = None

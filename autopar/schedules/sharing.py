@@ -107,6 +107,9 @@ class _Run:
             if not self._message(row, action, length_s):
                 return started or row.at > before
             row.at += 1
+        if row.link_free_s > self.now_s:  # the tail begins once all is sent
+            row.wakes_s = row.link_free_s
+            return started or row.at > before
         row.left_s = row.tail_s
         return True
 

@@ -12,18 +12,20 @@ from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 
+Collective = tuple[CollectiveOp, float, tuple[str, ...]]
+"""One on a parameter or its gradient: bytes, and the mesh axes that it joins."""
 
-def bucket_share_s(
-    pricer: Pricer, grid: Grid, op: CollectiveOp, nbytes: float, axes: tuple[str, ...]
-) -> float:
-    """Seconds of a parameter's part of a collective that many parameters share.
+
+def bucket_share_s(pricer: Pricer, grid: Grid, collective: Collective, local_bytes: int) -> float:
+    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket.
 
     A bucket is taken to be as full as the parameters of an even stage fill it: one parameter by
-    itself would pay a latency that all of its bucket pay once.
+    itself would pay the latency that all of its bucket pay once.
     """
-    whole = pricer.setting.whole_state.weights / grid.pipe.num_stages / grid.tensor
-    full = min(float(DEFAULT_CAP_BYTES), max(nbytes, whole))
-    return pricer.joined_s(grid, op, full, axes) * nbytes / full if full else 0.0
+    op, nbytes, axes = collective
+    stage_bytes = pricer.setting.whole_state.weights / grid.pipe.num_stages / grid.tensor
+    parts = max(1.0, min(float(DEFAULT_CAP_BYTES), stage_bytes) / local_bytes)
+    return pricer.joined_s(grid, op, parts * nbytes, axes) / parts
 
 
 def update_s(pricer: Pricer, shape: tuple[int, ...], moved_bytes: float) -> float:

@@ -26,7 +26,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
 from autopar.ir.precision import grad_dtype
 from autopar.plan.zero import shard_layout
-from autopar.search.bucket_times import bucket_share_s, update_s
+from autopar.search.bucket_times import Collective, bucket_share_s, update_s
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
@@ -61,9 +61,6 @@ class ParameterState:
     level: int = 0
     stored: Layout = ()
 
-
-StateCollective = tuple[CollectiveOp, float, tuple[str, ...]]
-"""A collective on a parameter or its gradient: bytes, and the mesh axes that it joins."""
 
 States = tuple[tuple[str, ParameterState], ...]
 """By the names of the parameters of the first block of a class."""
@@ -206,7 +203,9 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
                 # a weight that lies in shards is summed by itself, others together
                 alone = state.level == 3 and each[0] in SUMS
                 seconds = (
-                    pricer.joined_s(grid, *each) if alone else bucket_share_s(pricer, grid, *each)
+                    pricer.joined_s(grid, *each)
+                    if alone
+                    else bucket_share_s(pricer, grid, each, prices.local_bytes(ref, state.layout))
                 )
                 sync_s += seconds
                 early = state.level in setting.execution.early_sync and each[0] in SUMS
@@ -254,7 +253,7 @@ def _split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
 
 def gather_collectives(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
-) -> tuple[StateCollective, ...]:
+) -> tuple[Collective, ...]:
     """What gathers a weight that lies in shards for one pass of one micro-batch."""
     prices = pricer.prices(grid)
     if state.level < 3:
@@ -265,7 +264,7 @@ def gather_collectives(
 
 def sync_collectives(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
-) -> tuple[StateCollective, ...]:
+) -> tuple[Collective, ...]:
     """What sums a gradient once a step, in the dtype that gradients have, and then at levels 1 and
     2 gathers the updated weight."""
     prices, split = pricer.prices(grid), _split_axes(state, pricer.prices(grid))
@@ -275,7 +274,7 @@ def sync_collectives(
     whole, stored = (
         prices.local_bytes(ref, layout) for layout in (state.layout, state.stored or state.layout)
     )
-    found: list[StateCollective] = []
+    found: list[Collective] = []
     if split:
         found.append((CollectiveOp.REDUCE_SCATTER, wider * whole, split))
     rest = [
@@ -292,7 +291,7 @@ def sync_collectives(
     return tuple(found)
 
 
-def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[StateCollective]) -> float:
+def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[Collective]) -> float:
     return sum(pricer.joined_s(grid, *each) for each in collectives)
 
 

@@ -19,7 +19,9 @@ from autopar.ir.collective import CollectiveOp
 from autopar.profiler.database import Database, read_database
 from autopar.profiler.links import group_requests
 from autopar.profiler.ops import needed_ops
+from autopar.profiler.optimizers import optimizer_ops
 from autopar.profiler.run import Limits, Profiler
+from autopar.runtime.launch import WorkerPool
 
 pytestmark = pytest.mark.distributed
 
@@ -72,6 +74,20 @@ def wanted_keys():
     return {op.key for op in needed_ops(setting)}
 
 
+def test_the_optimizer_is_measured_on_every_rank(tmp_path):
+    cluster, options = parse_cluster("local:2"), compiler.PlanOptions(optimizer="sgd")
+    setting = compiler.source_setting(compiler.load_source(MODEL), cluster, options)
+    ops = optimizer_ops(setting)[::4]
+    with Database(tmp_path / "p.sqlite", MACHINE) as database, WorkerPool(2) as ranks:
+        profiler = Profiler(database=database, limits=Limits(nbytes=2**30))
+        outcomes = [profiler.optimizer(ops, ranks, torch.device("cpu")) for _ in range(2)]
+    assert [(found.measured, found.known) for found in outcomes] == [(len(ops), 0), (0, len(ops))]
+    (profile,) = read_database(tmp_path / "p.sqlite")
+    seconds = [profile.lookup(op)[0] for op in ops]
+    assert 0 < seconds[0] < seconds[-1]
+    assert seconds[1] < profile.lookup(optimizer_ops(setting)[6])[0] < seconds[2]
+
+
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     path = tmp_path / "p.sqlite"
     status, _, _ = stop_midway(path, signal.SIGKILL)
@@ -116,7 +132,7 @@ def test_collectives_are_measured_and_priced(pool2, tmp_path):
     (profile,) = read_database(tmp_path / "p.sqlite")
     assert {key.op for key in profile.links} == set(CollectiveOp)
     for key, record in profile.links.items():
-        assert record.time.median_s > 0 and record.time.count == 7
+        assert record.time.median_s > 0 and record.time.count == 4
         found = profile.link_s(key.op, key.nbytes, key.ranks, key.level, key.packed)
         assert found == record.time.median_s
 

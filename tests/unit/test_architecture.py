@@ -55,7 +55,17 @@ TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - {"__init__", "__main__"
 TORCH_FILES = {
     "autopar/costs/measure.py",
     # these run ops and collectives; files and database of the profiler are read without torch
-    *(f"autopar/profiler/{name}.py" for name in ("arguments", "links", "ranks", "run", "timing")),
+    *(
+        f"autopar/profiler/{name}.py"
+        for name in (
+            "arguments",
+            "links",
+            "optimizers",
+            "ranks",
+            "run",
+            "timing",
+        )
+    ),
 }
 
 ENVIRONMENT = {

@@ -56,6 +56,15 @@ def test_a_measurement_is_kept(measured, tmp_path):
     assert len(files(tmp_path)) == 1
 
 
+def test_processes_share_the_cores_of_this_machine(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices.os, "cpu_count", lambda: 2)
+    slowdowns = [
+        devices.measured_cluster(f"local:{count}", cache=tmp_path).slowdown for count in (1, 2, 3)
+    ]
+    assert slowdowns == [1.0, 1.0, 1.5]
+    assert parse_cluster("local:4").slowdown == parse_cluster("2x8:h100-sxm").slowdown == 1.0
+
+
 def test_it_holds_for_one_machine_and_number_of_processes(measured, tmp_path, monkeypatch):
     devices.measured_cluster("local:4", cache=tmp_path)
     devices.measured_cluster("local:2", cache=tmp_path)

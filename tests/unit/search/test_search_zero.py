@@ -12,6 +12,8 @@ from autopar.capture import capture, find_blocks
 from autopar.compiler import PlanOptions, load_source, plan_model, plan_source
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import Training
+from autopar.costs.optimizer_state import optimizer_op
+from autopar.costs.profiles import Machine, OpRecord, Profile, Timing
 from autopar.errors import InfeasiblePlan, InputError
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.mesh import stage_mesh
@@ -105,20 +107,42 @@ def test_choices_are_levels_over_all_batch_axes_and_over_the_inner_one(pricer):
 
 
 def test_collectives_of_each_level_are_priced(pricer):
+    """Gradients of all layers are summed in one bucket, weights that lie in shards one by one."""
     found, on = pricer(), grid()
     nbytes = 4 * HIDDEN * HIDDEN
 
-    def seconds(op):
-        return found.prices(on).collective(op, nbytes, "data")
+    def seconds(op, parts=1):
+        return found.prices(on).collective(op, parts * nbytes, "data") / parts
 
     costs = [cost(found, on, ZeroChoice(level=k, over=("data",) if k else ())) for k in range(4)]
-    assert costs[0].sync_s == seconds(AR)
-    assert costs[1].sync_s == costs[2].sync_s == seconds(RS) + seconds(AG)
+    assert costs[0].sync_s == seconds(AR, LAYERS) < seconds(AR)
+    assert costs[1].sync_s == costs[2].sync_s == seconds(RS, LAYERS) + seconds(AG, LAYERS)
     assert costs[3].sync_s == seconds(RS)
     assert [c.gather_s for c in costs] == [0, 0, 0, seconds(AG)]
     assert [c.optimizer_s / costs[0].optimizer_s for c in costs] == [1, 1 / 8, 1 / 8, 1 / 8]
     assert [c.gathered_bytes for c in costs] == [0, 0, 0, nbytes]
     assert [c.unreduced_bytes for c in costs] == [0, 0, nbytes, nbytes]
+
+
+@pytest.mark.parametrize("data", [8, 4])
+def test_a_bucket_is_no_fuller_than_a_stage_fills_it(pricer, data):
+    found, on = pricer(), replace(grid(data=data), pipeline=8 // data)
+    stages = 8 // data
+    summed = found.prices(on).collective(AR, 4 * WEIGHTS / stages, "data") / (LAYERS / stages)
+    assert cost(found, on, UNSPLIT).sync_s == pytest.approx(summed)
+
+
+def test_the_optimizer_takes_what_was_measured(pricer):
+    found, on = pricer(), grid()
+    op = optimizer_op("adam", {}, HIDDEN * HIDDEN, "float32")
+    record = OpRecord.of(op, Timing(median_s=0.25, spread_s=0.0, count=9))
+    machine = Machine(device="A100", row="a100-80gb", kind="cuda", driver="", torch="2.13")
+    profile = Profile(machine=machine, ops={op.key: record}, slowdown=2.0)
+    measured = Pricer(replace(found.setting, profile=profile))
+    assert cost(measured, on, UNSPLIT).optimizer_s == 0.5
+    other = replace(profile, machine=replace(machine, row="h100-sxm"))
+    foreign = Pricer(replace(found.setting, profile=other))
+    assert cost(foreign, on, UNSPLIT) == cost(found, on, UNSPLIT)
 
 
 def test_hybrid_sharding_reduces_the_shard_over_the_copies(pricer):
@@ -169,7 +193,8 @@ def test_gradients_of_levels_2_and_3_are_summed_beside_the_last_backward(pricer,
     option = class_options(found, grid(), block.class_index, {})[0]
     option = replace(option, cold=0.0, hidden=1.0)
     state, again_s = option.state, option.state.gather_again_s(option.again.weights)
-    summed = found.prices(grid()).collective(RS, 4 * HIDDEN * HIDDEN, "data")
+    together = LAYERS if level == 2 else 1
+    summed = found.prices(grid()).collective(RS, together * 4 * HIDDEN * HIDDEN, "data") / together
     assert state.early_s == (summed if early else 0.0)
     run = replace(option.cost, backward_compute_s=again_s + summed / 4)
     hidden = summed / 4 if early else 0.0
@@ -183,10 +208,10 @@ def test_gradients_are_sent_in_the_dtype_that_they_are_added_up_in(pricer):
     twice = Pricer(replace(found.setting, training=replace(found.setting.training, precision=wide)))
     choice = ZeroChoice(level=1, over=("data",))
     scatter, gather = (
-        found.prices(grid()).collective(op, 4 * HIDDEN**2, "data") for op in (RS, AG)
+        found.prices(grid()).collective(op, 4 * WEIGHTS, "data") / LAYERS for op in (RS, AG)
     )
     assert cost(found, grid(), choice).sync_s == scatter + gather
-    more = found.prices(grid()).collective(RS, 8 * HIDDEN**2, "data")
+    more = found.prices(grid()).collective(RS, 8 * WEIGHTS, "data") / LAYERS
     assert cost(twice, grid(), choice).sync_s == more + gather
 
 
