@@ -8,7 +8,6 @@ from math import prod
 from autopar.costs.compute import memory_s
 from autopar.costs.optimizer_state import optimizer_op
 from autopar.ir.collective import CollectiveOp
-from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 
@@ -17,14 +16,9 @@ Collective = tuple[CollectiveOp, float, tuple[str, ...]]
 
 
 def bucket_share_s(pricer: Pricer, grid: Grid, collective: Collective, local_bytes: int) -> float:
-    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket.
-
-    A bucket is taken to be as full as the parameters of an even stage fill it: one parameter by
-    itself would pay the latency that all of its bucket pay once.
-    """
+    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket."""
     op, nbytes, axes = collective
-    stage_bytes = pricer.setting.whole_state.weights / grid.pipe.num_stages / grid.tensor
-    parts = max(1.0, min(float(DEFAULT_CAP_BYTES), stage_bytes) / local_bytes)
+    parts = pricer.prices(grid).bucket_parts(local_bytes)
     return pricer.joined_s(grid, op, parts * nbytes, axes) / parts
 
 

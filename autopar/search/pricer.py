@@ -22,6 +22,7 @@ from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
 from autopar.ir.mesh import CONTEXT, SHARD, TENSOR, MeshAxis, batch_size
 from autopar.ir.placement import Layout, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy
+from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
@@ -178,7 +179,8 @@ class Pricer:
         """Prices on the mesh of a grid. Without sync gradients cost nothing to sum."""
         shares = grid.micro_batches if with_sync else 0
         mesh = (grid.names, grid.sizes)
-        key = (mesh, grid.micro_batch, shares)
+        stages = grid.pipe.num_stages
+        key = (mesh, grid.micro_batch, shares, stages)
         if key not in self._prices:
             if mesh not in self._links:
                 self._links[mesh] = self._collectives(grid.axes()).time_s
@@ -194,6 +196,9 @@ class Pricer:
                 collective=self._links[mesh],
                 moves=self._moves.setdefault((mesh, batch), {}),
                 updated=self.setting.updated,
+                bucket_bytes=min(
+                    DEFAULT_CAP_BYTES, self.setting.whole_state.weights / stages / grid.tensor
+                ),
             )
         return self._prices[key]
 

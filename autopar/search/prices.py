@@ -26,6 +26,7 @@ class Prices:
     many share the cost of one gradient synchronisation. `compute(node, option, prices)` gives
     forward and backward seconds; `collective(op, nbytes, axis)` seconds. `moves` remembers the
     price of moves, which depends on mesh and batch alone. `updated` values cannot be moved.
+    Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class Prices:
     collective: CollectiveTime
     moves: dict[object, float] = field(default_factory=dict, repr=False)
     updated: frozenset[Ref] = frozenset()
+    bucket_bytes: float = 0.0
 
     def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
         """Shape of a value's largest local part."""
@@ -103,11 +105,21 @@ class Prices:
                 totals[inner.phase] += inner.count(size) * seconds
         return totals["forward"], totals["backward"]
 
+    def bucket_parts(self, nbytes: int) -> float:
+        """How many parameters of `nbytes` a bucket holds.
+
+        Buckets are taken to be as full as the parameters of an even stage fill them: a parameter by
+        itself would pay the latency that all of its bucket pay once.
+        """
+        return max(1.0, self.bucket_bytes / nbytes) if nbytes else 1.0
+
     def sync_s(self, ref: Ref, layout: Layout) -> float:
-        """Seconds to sum a parameter's gradient over the axes it is partial on, once per step."""
-        nbytes = self.local_bytes(ref, layout)
+        """Seconds of a parameter's gradient in the sum over the axes it is partial on, once per
+        step."""
+        parts = self.bucket_parts(self.local_bytes(ref, layout))
+        nbytes = parts * self.local_bytes(ref, layout)
         return sum(
-            self.collective(CollectiveOp.ALL_REDUCE, nbytes, name)
+            self.collective(CollectiveOp.ALL_REDUCE, nbytes, name) / parts
             for name, placement in zip(self.names, layout, strict=True)
             if str(placement) == "R*"
         )

@@ -17,8 +17,8 @@ PINS = (("tensor", "2"), ("micro_batches", "2"), ("recompute", "none"))
 
 
 def program():
-    options = PlanOptions(global_batch=8, pins=PINS)
-    return plan_source(load_source("llama_tiny"), "local:2", options).files()
+    options = PlanOptions(global_batch=2, pins=PINS)
+    return plan_source(load_source("llama_tiny"), "local:2@node=0.01", options).files()
 
 
 @pytest.fixture(scope="module")

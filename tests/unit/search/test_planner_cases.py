@@ -800,7 +800,7 @@ def test_more_memory_never_gives_a_slower_plan(cluster):
 
 
 PLANS = {
-    "data": lambda: stack("local:2", pins=["data=2"]),
+    "data": lambda: stack("local:2", pins=["data=2", "zero=0"]),
     "pipeline": lambda: language_model(
         4, 16, 32, 8, "local:2", ["pipeline=2", "micro_batch=1"], global_batch=8
     ),
