@@ -26,7 +26,9 @@ and goes is counted by the stage's `held_bytes`; a plan without those is taken t
 def simulate_plan(plan: Plan) -> Step:
     """The step that the prediction of the plan is of; its ranks are those of the pipeline."""
     loads = stage_loads(plan.stages, plan.axes, plan.cluster)
-    return simulate_step(plan_schedule(plan), loads, plan.prediction.hides_messages)
+    return simulate_step(
+        plan_schedule(plan), loads, plan.prediction.hides_messages, plan.cluster.slowdown
+    )
 
 
 def rank_names(plan: Plan) -> list[str]:
@@ -48,7 +50,8 @@ def simulate_stages(
     hides_messages: bool = True,
 ) -> Step:
     """The same before there is a plan; without `hides_messages` they take compute's time."""
-    return simulate_step(schedule, stage_loads(stages, axes, cluster), hides_messages)
+    loads = stage_loads(stages, axes, cluster)
+    return simulate_step(schedule, loads, hides_messages, cluster.slowdown)
 
 
 def stage_loads(

@@ -17,15 +17,27 @@ from autopar.schedules.action import Action, matching_recv
 from autopar.schedules.timeline import Timeline
 
 
-def share_cores(
-    timeline: Timeline, tails_s: Sequence[float], slowdown: float
-) -> tuple[Timeline, tuple[float, ...]]:
-    """The timeline with the cores shared, and when each rank has run its tail as well.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """A timeline on shared cores. `begin_s` is when each rank begins its list, `end_s` when it has
+    run its tail as well."""
 
-    The times of `timeline` are those of ranks that all compute; messages hide behind compute.
-    `tails_s` is the work of each rank after its list: gradients summed, the optimizer's step.
+    timeline: Timeline
+    begin_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+
+
+def share_cores(
+    timeline: Timeline, slowdown: float, heads_s: Sequence[float], tails_s: Sequence[float]
+) -> Shared:
+    """The timeline with the cores shared.
+
+    Its times are those of ranks that all compute; messages hide behind compute. `heads_s` is the
+    work of each rank before its list (the optimizer's step), `tails_s` that after it (gradients
+    summed); the times that a rank of `timeline` starts and ends at do not count, their differences
+    do.
     """
-    run = _Run(timeline, tails_s, slowdown)
+    run = _Run(timeline, heads_s, tails_s, slowdown)
     run.all()
     shared = replace(
         timeline,
@@ -34,7 +46,11 @@ def share_cores(
         busy_s=tuple(row.busy_s for row in run.rows),
         finish_s=tuple(max(row.ends_s, default=0.0) for row in run.rows),
     )
-    return shared, tuple(row.done_s for row in run.rows)
+    return Shared(
+        timeline=shared,
+        begin_s=tuple(row.begin_s for row in run.rows),
+        end_s=tuple(row.done_s for row in run.rows),
+    )
 
 
 @dataclass(slots=True)
@@ -44,7 +60,9 @@ class _Row:
 
     actions: tuple[Action, ...]
     lengths_s: tuple[float, ...]
+    head_s: float
     tail_s: float
+    begin_s: float = -1.0
     at: int = 0
     left_s: float | None = None
     wakes_s: float = inf
@@ -56,17 +74,29 @@ class _Row:
 
 
 class _Run:
-    def __init__(self, timeline: Timeline, tails_s: Sequence[float], slowdown: float) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        heads_s: Sequence[float],
+        tails_s: Sequence[float],
+        slowdown: float,
+    ) -> None:
         self.slowdown, self.now_s = slowdown, 0.0
         self.sent: dict[Action, tuple[float, float]] = {}
         self.rows = [
             _Row(
                 actions=actions,
                 lengths_s=tuple(end - start for start, end in zip(starts, ends, strict=True)),
+                head_s=head_s,
                 tail_s=tail_s,
             )
-            for actions, starts, ends, tail_s in zip(
-                timeline.schedule.ranks, timeline.start_s, timeline.end_s, tails_s, strict=True
+            for actions, starts, ends, head_s, tail_s in zip(
+                timeline.schedule.ranks,
+                timeline.start_s,
+                timeline.end_s,
+                heads_s,
+                tails_s,
+                strict=True,
             )
         ]
 
@@ -88,7 +118,8 @@ class _Run:
                 # exactly nothing is left of what ends now, whatever rounding says
                 ends = row.left_s == least_s and least_s <= passed_s * rate
                 row.left_s = 0.0 if ends else max(0.0, row.left_s - passed_s * rate)
-                row.busy_s += passed_s if row.at < len(row.actions) else 0.0
+                if row.begin_s >= 0.0 and row.at < len(row.actions):
+                    row.busy_s += passed_s
 
     def _advance(self, row: _Row) -> bool:
         """Go on with a rank until it computes or waits; whether anything happened."""
@@ -96,6 +127,9 @@ class _Run:
             return False
         before, started = row.at, row.left_s is not None
         if started and not self._ended(row):
+            return True
+        if row.begin_s < 0.0 and not started:
+            row.left_s = row.head_s
             return True
         row.wakes_s = inf
         while row.at < len(row.actions):
@@ -116,6 +150,9 @@ class _Run:
     def _ended(self, row: _Row) -> bool:
         """Close the action, or the tail, that has nothing left; whether more follows."""
         row.left_s = None
+        if row.begin_s < 0.0:
+            row.begin_s = self.now_s
+            return True
         if row.at == len(row.actions):
             row.done_s = self.now_s
             return False

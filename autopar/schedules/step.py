@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.endless import closing
 from autopar.schedules.memory_curve import NOTHING, Point, StageMemory, memory_curve
+from autopar.schedules.sharing import share_cores
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes, Timeline
 
@@ -128,10 +129,13 @@ class Step:
         return sum(getattr(rank, part) for rank in self.ranks) / total_s if total_s else 0.0
 
 
-def simulate_step(schedule: Schedule, loads: Sequence[StageLoad], overlap: bool = True) -> Step:
+def simulate_step(
+    schedule: Schedule, loads: Sequence[StageLoad], overlap: bool = True, slowdown: float = 1.0
+) -> Step:
     """Run a step of a valid schedule; `overlap` tells whether messages run beside compute.
 
-    Raises InputError as `simulate` does.
+    Where ranks share cores, loads are those of ranks that all compute, `slowdown` times what one
+    takes by itself (`sharing`). Raises InputError as `simulate` does.
     """
     stages = _stages_of(schedule)
     flushes = schedule.flushes
@@ -148,6 +152,14 @@ def simulate_step(schedule: Schedule, loads: Sequence[StageLoad], overlap: bool 
             sync_begin_s[rank] = max(timeline.finish_s[rank], going_on_s)
             late_s = sum(loads[s].sync_s - loads[s].sum_left_s for s in own)
             sync_end_s[rank] = sync_begin_s[rank] + late_s
+    paces = (1.0,) * schedule.num_ranks
+    if flushes and slowdown > 1 and schedule.num_ranks > 1:
+        late = [end - finish for end, finish in zip(sync_end_s, timeline.finish_s, strict=True)]
+        shared = share_cores(timeline, slowdown, begin_s, late)
+        busy = zip(shared.timeline.busy_s, timeline.busy_s, strict=True)
+        paces = tuple(now / alone if alone else 1.0 for now, alone in busy)
+        timeline, begin_s = shared.timeline, shared.begin_s
+        sync_begin_s, sync_end_s = list(timeline.finish_s), list(shared.end_s)
     step_s = max(sync_end_s)
     return Step(
         loads=tuple(loads),
@@ -157,11 +169,28 @@ def simulate_step(schedule: Schedule, loads: Sequence[StageLoad], overlap: bool 
         sync_begin_s=tuple(sync_begin_s),
         sync_end_s=tuple(sync_end_s),
         ranks=tuple(
-            _rank_time(timeline, rank, loads, begin_s[rank], sync_end_s[rank], step_s, overlap)
-            for rank in range(schedule.num_ranks)
+            _rank_time(
+                timeline,
+                rank,
+                _at_pace(loads, pace),
+                begin_s[rank],
+                sync_end_s[rank],
+                step_s,
+                overlap,
+            )
+            for rank, pace in enumerate(paces)
         ),
         memory=_curves(timeline, loads, stages),
     )
+
+
+def _at_pace(loads: Sequence[StageLoad], pace: float) -> Sequence[StageLoad]:
+    """Loads with the passes as long as they were on average."""
+    if pace == 1.0:
+        return loads
+    scaled = ("forward", "backward", "backward_weight", "forward_waits", "backward_waits")
+    names = [f"{name}_s" for name in (*scaled, "last_backward", "optimizer")]
+    return [replace(load, **{name: pace * getattr(load, name) for name in names}) for load in loads]
 
 
 def stage_times(loads: Sequence[StageLoad], *, flushes: bool = True) -> StageTimes:

@@ -242,5 +242,6 @@ def _simulated(pipeline: Pipeline, forward: int, weight: int, slowdown: float) -
     )
     timeline = simulate(insert_communication(pipeline.build()), times)
     if slowdown > 1 and pipeline.flushes:
-        timeline, _ = share_cores(timeline, (0.0,) * pipeline.ranks, slowdown)
+        nothing = (0.0,) * pipeline.ranks
+        timeline = share_cores(timeline, slowdown, nothing, nothing).timeline
     return timeline.step_s

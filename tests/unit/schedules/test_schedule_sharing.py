@@ -5,6 +5,7 @@ import pytest
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.sharing import share_cores
 from autopar.schedules.simulate import simulate
+from autopar.schedules.step import StageLoad, simulate_step
 from autopar.schedules.timeline import StageTimes, Timeline
 
 STEPS = (("gpipe", 4, 8), ("1f1b", 4, 8), ("1f1b", 4, 2), ("zb-h1", 4, 6), ("1f1b", 2, 1))
@@ -25,10 +26,14 @@ def timeline(name: str, ranks: int, micro_batches: int, *, send_s: float = 0.0) 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_with_a_core_for_each_nothing_changes(step):
     alone = timeline(*step, send_s=0.25)
-    shared, ends_s = share_cores(alone, (0.5,) * step[1], 1.0)
-    assert shared.finish_s == pytest.approx(alone.finish_s)
-    assert sum(shared.start_s, ()) == pytest.approx(sum(alone.start_s, ()))
-    assert ends_s == pytest.approx([finish_s + 0.5 for finish_s in alone.finish_s])
+    found = share_cores(alone, 1.0, (0.25,) * step[1], (0.5,) * step[1])
+    shared, ends_s = found.timeline, found.end_s
+    assert found.begin_s == (0.25,) * step[1]
+    assert shared.finish_s == pytest.approx([0.25 + s for s in alone.finish_s])
+    assert sum(shared.start_s, ()) == pytest.approx(
+        [0.25 + s for row in alone.start_s for s in row]
+    )
+    assert ends_s == pytest.approx([finish_s + 0.75 for finish_s in alone.finish_s])
     assert shared.busy_s == pytest.approx(alone.busy_s)
 
 
@@ -36,21 +41,22 @@ def test_with_a_core_for_each_nothing_changes(step):
 @pytest.mark.parametrize("slowdown", [1.5, 2.0, 4.0])
 def test_a_step_takes_what_the_cores_and_the_longest_path_take(step, slowdown):
     alone = timeline(*step)
-    shared, _ = share_cores(alone, (0.0,) * step[1], slowdown)
+    shared = share_cores(alone, slowdown, (0.0,) * step[1], (0.0,) * step[1]).timeline
     work_s, path_s = sum(alone.busy_s) / step[1], alone.step_s / slowdown
     assert max(work_s, path_s) <= shared.step_s + 1e-9 <= work_s + path_s + 1e-9
 
 
 def test_one_core_for_all_is_never_idle():
     alone = timeline("gpipe", 4, 3)
-    shared, ends_s = share_cores(alone, (1.0, 0.0, 0.0, 3.0), 4.0)
-    assert max(ends_s) == pytest.approx((sum(alone.busy_s) + 4.0) / 4)
-    assert shared.step_s < max(ends_s)
+    found = share_cores(alone, 4.0, (0.5, 0.0, 2.0, 0.0), (1.0, 0.0, 0.0, 3.0))
+    assert max(found.end_s) == pytest.approx((sum(alone.busy_s) + 6.5) / 4)
+    assert found.timeline.step_s < max(found.end_s)
 
 
 def test_two_stages_by_hand():
     # one micro-batch: each of four actions of 1 and 2 s runs alone, twice as fast
-    shared, ends_s = share_cores(timeline("1f1b", 2, 1), (1.0, 1.0), 2.0)
+    found = share_cores(timeline("1f1b", 2, 1), 2.0, (0.0, 0.0), (1.0, 1.0))
+    shared, ends_s = found.timeline, found.end_s
     assert shared.end_s[1][-2:] == pytest.approx((2.0, 2.0))
     # then the optimizer of the last stage runs beside the backward of the first, until it is done
     # at 3 s; the first ends its backward at 3.5 s and its own optimizer's step at 4 s
@@ -58,5 +64,23 @@ def test_two_stages_by_hand():
 
 
 def test_a_message_is_waited_for():
-    shared, _ = share_cores(timeline("1f1b", 2, 1, send_s=0.5), (0.0, 0.0), 2.0)
+    alone = timeline("1f1b", 2, 1, send_s=0.5)
+    shared = share_cores(alone, 2.0, (0.0, 0.0), (0.0, 0.0)).timeline
     assert shared.step_s == pytest.approx(0.5 + 0.5 + 0.5 + 1.0 + 0.5 + 1.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_where_the_seconds_of_a_rank_go_adds_up(schedule):
+    load = StageLoad(
+        forward_s=1.0, backward_s=2.0, backward_weight_s=1.0, optimizer_s=0.5, sync_s=0.25
+    )
+    alone, shared = (
+        simulate_step(build_schedule(schedule, 4, 8), (load,) * 4, slowdown=slowdown)
+        for slowdown in (1.0, 2.0)
+    )
+    work_s = 8 * 3.0 + 0.5 + 0.25
+    assert work_s < shared.step_s < alone.step_s
+    for rank in shared.ranks:
+        assert rank.step_s == pytest.approx(shared.step_s)
+        assert rank.compute_s < work_s
+    assert shared.sync_end_s != alone.sync_end_s
