@@ -6,7 +6,7 @@ depend on options. Scalars such as Adam's step count are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +18,33 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerRow:
-    """`states(options)` tensors as large as the parameter, in the dtype of what is updated."""
+    """`states(options)` tensors as large as the parameter, in the dtype of what is updated.
+
+    A step makes temporaries as large as a parameter: `single` of them where it goes from parameter
+    to parameter, `together` where it updates all at once; `fused` tells whether torch has a step
+    that makes none.
+    """
 
     states: Callable[[Options], int]
+    single: int = 2
+    together: int = 1
+    fused: bool = False
 
 
-def _always(count: int) -> OptimizerRow:
-    return OptimizerRow(states=lambda _: count)
+def _always(count: int, *, fused: bool = False) -> OptimizerRow:
+    return OptimizerRow(states=lambda _: count, fused=fused)
 
 
-def _plus_flags(count: int, *flags: str) -> OptimizerRow:
+def _plus_flags(count: int, *flags: str, fused: bool = False) -> OptimizerRow:
     """One more state for every option of `flags` that is set (not False and not 0)."""
-    return OptimizerRow(states=lambda options: count + sum(bool(options.get(f)) for f in flags))
+    return OptimizerRow(
+        states=lambda options: count + sum(bool(options.get(f)) for f in flags), fused=fused
+    )
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
-    "adam": _plus_flags(2, "amsgrad"),
-    "adamw": _plus_flags(2, "amsgrad"),
+    "adam": _plus_flags(2, "amsgrad", fused=True),
+    "adamw": _plus_flags(2, "amsgrad", fused=True),
     "sparseadam": _always(2),
     "nadam": _always(2),
     "radam": _always(2),
@@ -42,7 +52,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     "lamb": _always(2),
     "adadelta": _always(2),
     "rprop": _always(2),
-    "sgd": _plus_flags(0, "momentum"),
+    "sgd": _plus_flags(0, "momentum", fused=True),
     "adagrad": _always(1),
     "rmsprop": _plus_flags(1, "momentum", "centered"),
     "asgd": _always(1),
@@ -107,3 +117,34 @@ def optimizer_op(name: str, kwargs: Options, numel: int, dtype: str) -> LocalOp:
 
 _FLAGS = frozenset({"momentum", "nesterov", "amsgrad", "centered", "weight_decay", "maximize"})
 """Options that a step's time depends on."""
+
+
+def step_temporaries(
+    name: str, kwargs: Options, sizes: Sequence[int], *, device_kind: str
+) -> tuple[int, int]:
+    """The most that temporaries of a step hold, for parameters of `sizes` bytes as updated: for
+    each of them, summed, and once for all.
+
+    A fused step has none. Where there is no fused step torch updates all parameters of a group at
+    once on `TOGETHER` devices, which takes about as much as they do (torch.optim, "foreach"), and
+    one after the other elsewhere.
+    """
+    row = optimizer_row(name) or OptimizerRow(states=lambda _: ASSUMED_STATES)
+    if not sizes or steps_fused(name, kwargs, device_kind):
+        return 0, 0
+    together = kwargs.get("foreach")
+    if device_kind in TOGETHER if together is None else together:
+        return row.together * sum(sizes), 0
+    return 0, row.single * max(sizes)
+
+
+def steps_fused(name: str, kwargs: Options, device_kind: str) -> bool:
+    """Whether a program steps an optimizer in one kernel: where it has one, unless told not to."""
+    if kwargs.get("fused") is not None or kwargs.get("foreach") is not None:
+        return bool(kwargs.get("fused"))
+    row = optimizer_row(name)
+    return row is not None and row.fused and device_kind in TOGETHER
+
+
+TOGETHER = frozenset({"cuda"})
+"""Kinds of devices on which torch's optimizers update all parameters at once by default."""

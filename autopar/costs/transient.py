@@ -1,159 +1,220 @@
-"""Working set of a block beyond what it saves: a liveness walk, forward and backward.
+"""What a block holds while it runs: a liveness walk over its steps, forward and backward.
 
-A value is live from the node that makes it to its last reader: generated code drops its locals so.
-What is saved for backward, parameters, and values from outside the block are held anyway, and are
-other terms of the memory.
+A value is live from the step that makes it to its last reader: generated code drops its locals so.
+What is saved for backward stays until the backward of the first step that saved it. Parameters are
+held anyway, and are other terms of the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from autopar.costs.local_op import op_name
-from autopar.costs.saved import SavedSet
-from autopar.costs.strides import StorageMap, is_view
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 
-Bytes = Callable[[Ref], int]
-"""Local bytes of a value."""
+Key = Hashable
+"""A storage of a value, and the gradient of that value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transients:
-    """Largest working set of a block in each pass."""
+class RunStep:
+    """One op or move of a block as memory sees it.
 
-    forward_bytes: int
-    backward_bytes: int
+    It reads storages and makes new ones; its backward reads those in `keeps`, and `kept_bytes` that
+    are no value of the graph. The backward takes gradients and gives others; `defers` leaves those
+    of weights to a later part, which reads what this step keeps and takes. `works_bytes` are
+    temporaries inside its forward and its backward.
+    """
+
+    name: str
+    reads: tuple[Key, ...] = ()
+    makes: tuple[Key, ...] = ()
+    keeps: tuple[Key, ...] = ()
+    kept_bytes: float = 0.0
+    takes: tuple[Key, ...] = ()
+    gives: tuple[Key, ...] = ()
+    defers: bool = False
+    works_bytes: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPeaks:
+    """The most that a block holds in each pass of one micro-batch, what it saves included.
+
+    In `first_backward_bytes` the gradients of its parameters count as they are made; in the others
+    they are held elsewhere and here only while they are added. `split_bytes` is that of a backward
+    that leaves weight gradients to a later part.
+    """
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    first_backward_bytes: int = 0
+    split_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunBlock:
+    """The steps of a block in order, and what crosses its edges.
+
+    `inputs` are live through the forward, `outputs` from where they are made to its end; gradients
+    of `outputs` from the start of the backward. The gradient of one of `parameters` is live only
+    while it is added to the accumulated one; those of inputs to the end.
+    """
+
+    steps: tuple[RunStep, ...]
+    nbytes: Callable[[Key], int]
+    inputs: frozenset[Key] = frozenset()
+    outputs: frozenset[Key] = frozenset()
+    output_gradients: frozenset[Key] = frozenset()
+    parameters: frozenset[Key] = frozenset()
 
     @property
-    def peak_bytes(self) -> int:
-        """The larger of both."""
-        return max(self.forward_bytes, self.backward_bytes)
+    def saved(self) -> frozenset[Key]:
+        """Storages that the backward reads."""
+        return frozenset(key for step in self.steps for key in step.keeps)
+
+    def sizes(self, keys: Collection[Key]) -> int:
+        """Bytes of several storages or gradients."""
+        return sum(map(self.nbytes, keys))
 
 
-def transient_bytes(
-    nodes: Sequence[OpNode],
-    nbytes: Bytes,
-    *,
-    specs: Mapping[Ref, TensorSpec],
-    storage: StorageMap,
-    saved: SavedSet,
-    differentiable: Set[Ref],
-    outputs: Collection[Ref] = (),
-    parameters: Collection[Ref] = (),
-) -> Transients:
-    """Working set of `nodes` at local sizes.
-
-    `outputs` are live to the end of the forward pass, and their gradients from the start of the
-    backward pass. The gradient of one of `parameters` is live only while it is added to the
-    accumulated one; those of other inputs to the end.
-    """
-    block = _Block(nodes=nodes, nbytes=nbytes, specs=specs, outputs=outputs)
-    held = {value.ref for value in saved.values}
-    return Transients(
-        forward_bytes=_forward(block, storage, held),
-        backward_bytes=_backward(block, storage, differentiable, parameters),
+def block_peaks(
+    block: RunBlock, kept: Set[Key] | None = None, again: Collection[str] = ()
+) -> BlockPeaks:
+    """The peaks of a block that keeps `kept` (default: what its backward reads) from its forward to
+    its backward, which runs the steps `again` once more before it begins."""
+    saved = block.saved
+    kept = saved if kept is None else kept
+    peaks = {way: _backward(block, kept, way) for way in ("held", "first", "split")}
+    if again:
+        rerun = _forward(block, saved | kept, ()) + block.sizes(block.output_gradients)
+        peaks = {way: max(peak, rerun) for way, peak in peaks.items()}
+    return BlockPeaks(
+        forward_bytes=_forward(block, kept, again),
+        backward_bytes=peaks["held"],
+        first_backward_bytes=peaks["first"],
+        split_bytes=peaks["split"],
     )
 
 
+def _forward(block: RunBlock, kept: Set[Key], again: Collection[str]) -> int:
+    steps = block.steps
+    last_use: dict[Key, int] = {}
+    for index, step in enumerate(steps):
+        last_use.update(dict.fromkeys((*step.reads, *step.makes), index))
+    stays = block.inputs | block.outputs | kept
+    live = {key: block.nbytes(key) for key in block.inputs | (kept - _made(steps))}
+    held = float(sum(live.values()))
+    peak = held
+    for index, step in enumerate(steps):
+        for key in step.makes:
+            if key not in live:
+                live[key] = block.nbytes(key)
+                held += live[key]
+        peak = max(peak, held + step.kept_bytes + step.works_bytes[0])
+        held += 0.0 if step.name in again else step.kept_bytes
+        for key in {*step.reads, *step.makes}:
+            if key in live and key not in stays and last_use[key] <= index:
+                held -= live.pop(key)
+    return round(peak)
+
+
+def _made(steps: Sequence[RunStep]) -> frozenset[Key]:
+    return frozenset(key for step in steps for key in step.makes)
+
+
+def _backward(block: RunBlock, kept: Set[Key], way: str) -> int:
+    """The walk back from all that is saved. What is `kept` only to run steps again is gone by then,
+    but counted at the start."""
+    saved = block.saved
+    held = float(block.sizes(saved) + sum(step.kept_bytes for step in block.steps))
+    live = {key: block.nbytes(key) for key in block.output_gradients}
+    held += sum(live.values())
+    peak = held + block.sizes(kept - saved)
+    freed_by = _freed_by(block.steps)
+    done: set[Key] = set()
+    for index in reversed(range(len(block.steps))):
+        step = block.steps[index]
+        late = way == "split" and step.defers
+        if step.takes:
+            gives = [key for key in step.gives if not (late and key in block.parameters)]
+            second = [key for key in gives if key in live and key not in step.takes]
+            fresh = [key for key in (*step.takes, *gives) if key not in live]
+            live |= {key: block.nbytes(key) for key in fresh}
+            held += sum(live[key] for key in dict.fromkeys(fresh))
+            peak = max(peak, held + block.sizes(second) + step.works_bytes[1])
+            for key in {*step.takes} - {*gives}:
+                held -= 0 if late else live.pop(key, 0)
+            for key in block.parameters.intersection(gives):
+                size = live.pop(key)
+                held -= 0 if way == "first" and key not in done else size
+                done.add(key)
+        if not late:
+            held -= block.sizes(freed_by.get(index, ())) + step.kept_bytes
+    return round(peak)
+
+
+def _freed_by(steps: Sequence[RunStep]) -> dict[int, list[Key]]:
+    """The storages that are let go of after the backward of each step."""
+    first: dict[Key, int] = {}
+    for index, step in enumerate(steps):
+        for key in step.keeps:
+            first.setdefault(key, index)
+    found: dict[int, list[Key]] = {}
+    for key, index in first.items():
+        found.setdefault(index, []).append(key)
+    return found
+
+
+def workspaces(
+    node: OpNode, numel: Callable[[Ref], int], specs: Mapping[Ref, TensorSpec]
+) -> tuple[int, int]:
+    """Bytes of temporaries inside the kernels of a node's forward and backward, `numel` being the
+    local elements of its inputs."""
+    name = op_name(node.target)
+    inputs = node.inputs()
+    if not inputs:
+        return 0, 0
+    first = _First(numel=numel(inputs[0]), itemsize=DTYPE_BYTES[specs[inputs[0]].dtype])
+    forward, backward = FORWARD_WORKSPACE.get(name), BACKWARD_WORKSPACE.get(name)
+    return forward(first) if forward else 0, backward(first) if backward else 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    nodes: Sequence[OpNode]
-    nbytes: Bytes
-    specs: Mapping[Ref, TensorSpec]
-    outputs: Collection[Ref]
+class _First:
+    """The first input of an op."""
 
-    def numel(self, ref: Ref) -> int:
-        return self.nbytes(ref) // self.itemsize(ref)
-
-    def itemsize(self, ref: Ref) -> int:
-        return DTYPE_BYTES[self.specs[ref].dtype]
-
-    def workspace(self, node: OpNode, table: Mapping[str, _Workspace]) -> int:
-        rule = table.get(op_name(node.target))
-        return rule(self, node.inputs()[0]) if rule else 0
+    numel: int
+    itemsize: int
 
 
-def _forward(block: _Block, storage: StorageMap, held: Set[Ref]) -> int:
-    nodes = block.nodes
-    last_use: dict[Ref, int] = {}
-    for step, node in enumerate(nodes):
-        refs = (*node.inputs(), *_outputs(node))
-        last_use.update((storage.base(ref), step) for ref in refs)
-    last_use.update((storage.base(ref), len(nodes)) for ref in block.outputs)
-    live: dict[Ref, int] = {}
-    peak = 0
-    for step, node in enumerate(nodes):
-        for ref in _outputs(node):
-            if storage.base(ref) == ref and ref not in held:
-                live[ref] = block.nbytes(ref)
-        peak = max(peak, sum(live.values()) + block.workspace(node, FORWARD_WORKSPACE))
-        live = {ref: size for ref, size in live.items() if last_use[ref] > step}
-    return peak
-
-
-def _backward(
-    block: _Block, storage: StorageMap, differentiable: Set[Ref], parameters: Collection[Ref]
-) -> int:
-    nbytes, root = block.nbytes, _gradient_roots(block, storage)
-    live = {root.get(ref, ref) for ref in block.outputs if ref in differentiable}
-    dropped = frozenset(parameters)
-    peak = 0
-    for node in reversed(block.nodes):
-        if not node.requires_grad:
-            continue
-        made = {root.get(ref, ref) for ref in _outputs(node) if ref in differentiable}
-        read = {root.get(ref, ref) for ref in node.inputs() if ref in differentiable}
-        added = sum(map(nbytes, (read & live) - made))  # a second gradient, before it is added
-        work = block.workspace(node, BACKWARD_WORKSPACE)
-        peak = max(peak, sum(map(nbytes, live | made | read)) + added + work)
-        live = ((live - made) | read) - dropped
-    return peak
-
-
-def _outputs(node: OpNode) -> tuple[Ref, ...]:
-    return tuple(Ref(node.name, index) for index in range(len(node.outputs)))
-
-
-def _gradient_roots(block: _Block, storage: StorageMap) -> dict[Ref, Ref]:
-    """Views of a whole value: their gradient is a view of the value's gradient."""
-    root: dict[Ref, Ref] = {}
-    for node in block.nodes:
-        inputs, output = node.inputs(), Ref(node.name)
-        view = is_view(node.target) and storage.base(output) != output
-        if view and block.nbytes(inputs[0]) == block.nbytes(output):
-            root[output] = root.get(inputs[0], inputs[0])
-    return root
-
-
-def _wide_copy(block: _Block, logits: Ref) -> int:
+def _wide_copy(logits: _First) -> int:
     """Logits narrower than float32 are widened first."""
-    return 0 if block.itemsize(logits) >= 4 else 4 * block.numel(logits)
+    return 0 if logits.itemsize >= 4 else 4 * logits.numel
 
 
-def _softmax_copy(block: _Block, logits: Ref) -> int:
+def _softmax_copy(logits: _First) -> int:
     """The softmax that the gradient of the logits is made from, float32 at least."""
-    return max(4, block.itemsize(logits)) * block.numel(logits)
+    return max(4, logits.itemsize) * logits.numel
 
 
-def _query_accumulator(block: _Block, query: Ref) -> int:
+def _query_accumulator(query: _First) -> int:
     """Fused attention adds up the gradient of the query in float32."""
-    return 4 * block.numel(query)
+    return 4 * query.numel
 
 
-def _wide_copies(block: _Block, x: Ref) -> int:
+def _wide_copies(x: _First) -> int:
     """Batch norm of narrow values: they and their result, in float32."""
-    return 2 * _wide_copy(block, x)
+    return 2 * _wide_copy(x)
 
 
-def _normed_again(block: _Block, x: Ref) -> int:
+def _normed_again(x: _First) -> int:
     """Batch norm: the normed values once more; of narrow ones also both gradients, in float32."""
-    wide = max(4, block.itemsize(x)) * block.numel(x)
-    return wide + 2 * _wide_copy(block, x)
+    return max(4, x.itemsize) * x.numel + 2 * _wide_copy(x)
 
 
-_Workspace = Callable[[_Block, Ref], int]
+_Workspace = Callable[[_First], int]
 
 FORWARD_WORKSPACE: dict[str, _Workspace] = {
     "cross_entropy_sum": _wide_copy,

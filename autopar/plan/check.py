@@ -16,7 +16,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout, Partial, Shard
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
-from autopar.plan.plan import ParameterPlan, Plan, Recompute, StagePlan, Variant
+from autopar.plan.plan import NOT_AT_ONCE, ParameterPlan, Plan, Recompute, StagePlan, Variant
 from autopar.plan.text import amount, plural, spans
 from autopar.plan.zero import zero_problems
 from autopar.schedules.registry import SCHEDULES
@@ -291,7 +291,7 @@ def _memory(plan: Plan) -> Problems:
     peaks: dict[int, float] = {}
     for stage in plan.stages:
         for name, figure in (*stage.memory_bytes, *stage.time_s):
-            if figure < 0:
+            if figure < 0 and name != NOT_AT_ONCE:
                 yield f"stage {stage.index}: {name}: expected no negative figure, found {figure}"
         if stage.memory_limit_bytes < 1:
             found = stage.memory_limit_bytes

@@ -147,6 +147,13 @@ class ParameterPlan:
     stored: Layout = ()
 
 
+RESERVED = ("reserve",)
+"""Memory terms that are no tensors of the program."""
+
+NOT_AT_ONCE = "not_at_once"
+"""The memory term that makes the others, each the most there is of it, add up to the peak."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
     """One pipeline stage: its ranks, blocks, parameters and what they are predicted to cost.
@@ -158,9 +165,10 @@ class StagePlan:
     `communication_s` has what of it compute waits for, and what runs beside (see
     `schedules.step.StageLoad`). `memory_bytes` sums
     to the peak per rank, over all stages of the rank where it has several: what it has once (a
-    reserve, message buffers, the largest transient) stands on one of them. `held_bytes` are the
-    stage's own: `saved` for every micro-batch in flight, `deferred` for one whose weight gradients
-    are left, `working` while it runs. `in_flight` is its own peak of micro-batches.
+    reserve, message buffers, the largest transient) stands on one of them. A term is the most there
+    is of it, and `not_at_once`, below zero, takes off what is not there at the same time.
+    `held_bytes` are the fields of `schedules.held.StageMemory`: what the stage holds around each of
+    its actions. `in_flight` is its own peak of micro-batches.
     """
 
     index: int

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import BATCH_AXES, MeshAxis
 from autopar.plan.pipeline import plan_schedule, rank_groups
-from autopar.plan.plan import Plan, StagePlan
+from autopar.plan.plan import RESERVED, Plan, StagePlan
 from autopar.plan.text import spans
 from autopar.schedules.action import Schedule
-from autopar.schedules.memory_curve import StageMemory
+from autopar.schedules.held import StageMemory
 from autopar.schedules.step import StageLoad, Step, simulate_step
-
-MOVING = frozenset(
-    (
-        *("activations", "boundary", "weight_gradients_due", "weight_versions"),
-        *("transient", "recompute", "gathered", "unreduced"),
-    )
-)
-"""Terms of a stage's memory that come and go in a step; all others are there throughout. What comes
-and goes is counted by the stage's `held_bytes`; a plan without those is taken to hold its peak."""
 
 
 def simulate_plan(plan: Plan) -> Step:
@@ -58,23 +50,12 @@ def stage_loads(
     stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster
 ) -> tuple[StageLoad, ...]:
     """What every stage asks of its ranks."""
-    static = {
-        group[0].index: sum(
-            figure
-            for stage in group
-            for name, figure in stage.memory_bytes
-            if name not in MOVING or not stage.held_bytes
-        )
-        for group in rank_groups(stages)
-    }
     shares = _shares_links(stages, axes, cluster)
-    return tuple(_load(stage, static.get(stage.index, 0.0), shares) for stage in stages)
+    return tuple(_load(stage, shares) for stage in stages)
 
 
-def _load(stage: StagePlan, static_bytes: float, shares_links: bool) -> StageLoad:
-    times, beside, held = (
-        dict(terms) for terms in (stage.time_s, stage.communication_s, stage.held_bytes)
-    )
+def _load(stage: StagePlan, shares_links: bool) -> StageLoad:
+    times, beside = dict(stage.time_s), dict(stage.communication_s)
     return StageLoad(
         forward_s=times.get("forward", 0.0),
         backward_s=times.get("backward", 0.0),
@@ -92,13 +73,18 @@ def _load(stage: StagePlan, static_bytes: float, shares_links: bool) -> StageLoa
         optimizer_s=times.get("optimizer", 0.0),
         gather_s=times.get("weight_gather", 0.0),
         shares_links=shares_links,
-        memory=StageMemory(
-            static_bytes=static_bytes,
-            saved_bytes=held.get("saved", 0.0),
-            deferred_bytes=held.get("deferred", 0.0),
-            working_bytes=held.get("working", 0.0),
-        ),
+        memory=_memory(stage),
     )
+
+
+def _memory(stage: StagePlan) -> StageMemory:
+    """What the stage holds around its actions, its reserve at all times; a plan without that is
+    taken to hold its peak."""
+    if not stage.held_bytes:
+        return StageMemory(static_bytes=sum(figure for _, figure in stage.memory_bytes))
+    found = StageMemory(**dict(stage.held_bytes))
+    reserve = sum(figure for name, figure in stage.memory_bytes if name in RESERVED)
+    return replace(found, static_bytes=found.static_bytes + reserve)
 
 
 def _shares_links(stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster) -> bool:

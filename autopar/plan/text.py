@@ -31,6 +31,8 @@ def duration(seconds: float) -> str:
 
 def amount(nbytes: float) -> str:
     """A size in its own unit, to four digits: `79.65 GiB`."""
+    if nbytes < 0:
+        return f"-{amount(-nbytes)}"
     return _measure(_SIZES, nbytes)
 
 

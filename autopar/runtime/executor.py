@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.errors import PlanMismatch, RuntimeFailure
 from autopar.ir.mesh import BATCH_AXES
@@ -53,12 +54,19 @@ class StepResult:
     outputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
 
 
+_Root = Tensor | GradientEdge
+
+
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward.
+
+    `roots` are where gradients of the outputs enter its graph, None where none does. The outputs
+    themselves are let go of: what the backward reads of them autograd keeps.
+    """
 
     received: Tensors
-    outputs: Tensors
+    roots: tuple[_Root | None, ...]
 
 
 _Where = tuple[int, str, int]
@@ -96,6 +104,13 @@ class Executor:
         naming rank, stage, micro-batch and action where an action fails.
         """
         return Run(self, data).run()
+
+
+def _root(out: Tensor) -> _Root | None:
+    """Where the gradient of an output enters the graph; a loss, which starts one, stays itself."""
+    if not out.requires_grad:
+        return None
+    return get_gradient_edge(out) if out.dim() else out
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -266,7 +281,7 @@ class Run:
         is_last = index == self.executor.last
         kept = 1 if is_last else len(stage.sends)
         outputs, extra = outputs[:kept], outputs[kept:]
-        if extra:
+        if extra and not self.data.training:
             self.result.outputs[index, micro_batch] = tuple(out.detach() for out in extra)
         if is_last:
             self.add_loss(outputs[0].detach().double(), micro_batch)
@@ -274,7 +289,7 @@ class Run:
             self._check_boundary(stage, micro_batch, outputs)
             self.ready[index, FORWARD, micro_batch] = [out.detach() for out in outputs]
         if self.data.training:
-            self.saved[index, micro_batch] = _Saved(received, outputs)
+            self.saved[index, micro_batch] = _Saved(received, tuple(map(_root, outputs)))
 
     def _enter(self, stage: StageProgram, micro_batch: int) -> Tensors:
         """The values of the stage before, as leaves of this stage's graph."""
@@ -312,7 +327,7 @@ class Run:
         stage, saved = self.executor.stages[index], self.saved.pop((index, micro_batch))
         roots, grads = self._roots(stage, micro_batch, saved)
         if roots:
-            torch.autograd.backward(roots, grads)
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]  # either, or both
         if index > 0:
             self.ready[index, BACKWARD, micro_batch] = [
                 torch.zeros_like(value) if value.grad is None else value.grad
@@ -322,17 +337,17 @@ class Run:
 
     def _roots(
         self, stage: StageProgram, micro_batch: int, saved: _Saved
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    ) -> tuple[list[_Root], list[Tensor | None]]:
         """Where the backward starts, and the gradients it starts with."""
         if stage.index == self.executor.last:
-            loss = saved.outputs[0]
-            return ([loss], [None]) if loss.requires_grad else ([], [])
+            loss = saved.roots[0]
+            return ([], []) if loss is None else ([loss], [None])
         needed = [
-            out for out, spec in zip(saved.outputs, stage.sends, strict=True) if spec.requires_grad
+            root for root, spec in zip(saved.roots, stage.sends, strict=True) if spec.requires_grad
         ]
         grads = self._take(stage.index, BACKWARD, micro_batch) if needed else []
-        pairs = [(o, g) for o, g in zip(needed, grads, strict=True) if o.requires_grad]
-        return [out for out, _ in pairs], [grad for _, grad in pairs]
+        pairs = [(r, g) for r, g in zip(needed, grads, strict=True) if r is not None]
+        return [root for root, _ in pairs], [grad for _, grad in pairs]
 
     def _backward_weight(self, action: Action) -> None:
         compute_deferred(self.deferred.pop((action.stage, action.micro_batch), []))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import torch
 from torch import Tensor
 
 from autopar.ir.placement import chunk_offsets, chunk_sizes
@@ -22,14 +21,18 @@ def counts(cuts: Sequence[Cut], ranks: int) -> tuple[int, ...]:
     return tuple(sum(prod(_shape(cut, ranks, rank)) for cut in cuts) for rank in range(ranks))
 
 
-def parts(tensors: Sequence[Tensor], cuts: Sequence[Cut], ranks: int) -> list[Tensor]:
-    """Every rank's part of whole tensors, flat."""
-    return [
-        torch.cat(
-            [_chunk(x, cut, ranks, rank).reshape(-1) for x, cut in zip(tensors, cuts, strict=True)]
-        )
-        for rank in range(ranks)
-    ]
+def rows(tensors: Sequence[Tensor], cuts: Sequence[Cut], ranks: int) -> Tensor:
+    """Every rank's part of whole tensors as a row, in one buffer: rows are as long as the longest
+    part, with zeros behind the others."""
+    lengths = counts(cuts, ranks)
+    found = tensors[0].new_empty(ranks, max(lengths))
+    for rank, length in enumerate(lengths):
+        found[rank, length:].zero_()
+        for own, x, cut in zip(
+            unpack(found[rank, :length], cuts, ranks, rank), tensors, cuts, strict=True
+        ):
+            own.copy_(_chunk(x, cut, ranks, rank))
+    return found
 
 
 def unpack(part: Tensor, cuts: Sequence[Cut], ranks: int, rank: int) -> list[Tensor]:

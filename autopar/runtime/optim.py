@@ -28,6 +28,10 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 """Optimizers that can be named on the command line."""
 
 
+FUSED: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers that torch can step in one kernel on a GPU."""
+
+
 def bind_optimizer(
     optimizer: OptimizerSpec, store: ParameterStore, model: nn.Module | None = None
 ) -> Optimizer:
@@ -54,9 +58,22 @@ def _bind(optimizer: OptimizerSpec, store: ParameterStore, model: nn.Module | No
     given = parameters or [nn.Parameter(torch.empty(0, device=store.world.device))]
     if isinstance(optimizer, tuple):
         cls, options = optimizer
-        return cls(given, **options)
+        return cls(given, **_fused(cls, options, store.world.device))
+    if isinstance(optimizer, type):
+        return optimizer(given, **_fused(optimizer, {}, store.world.device))
     build: Callable[[list[nn.Parameter]], Optimizer] = optimizer  # type: ignore[assignment]
     return build(given)
+
+
+def _fused(
+    cls: type[Optimizer], options: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """The options, with a fused step where there is one and they do not say how to step: torch's
+    own choice on GPUs takes temporaries as large as the parameters."""
+    chosen = dict(options)
+    if cls in FUSED and device.type == "cuda" and not {"fused", "foreach"} & chosen.keys():
+        chosen["fused"] = True
+    return chosen
 
 
 def _rebind(optimizer: Optimizer, store: ParameterStore, model: nn.Module) -> Optimizer:

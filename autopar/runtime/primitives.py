@@ -97,6 +97,19 @@ def start_reduce_scatter(
         return lambda: own
     sizes = [part.shape[dim] for part in parts]
     stacked = torch.stack([_padded(part.detach(), dim, max(sizes)) for part in parts])
+    return _start_reduce(stacked, sizes, axis, dim, backward=backward)
+
+
+def start_reduce_rows(rows: Tensor, counts: Sequence[int], axis: AxisGroup) -> Callable[[], Tensor]:
+    """`start_reduce_scatter` of flat parts that lie as rows of one buffer, padded to one length."""
+    if axis.group is None:
+        return lambda: rows[0]
+    return _start_reduce(rows, counts, axis, 0)
+
+
+def _start_reduce(
+    stacked: Tensor, sizes: Sequence[int], axis: AxisGroup, dim: int, *, backward: bool = False
+) -> Callable[[], Tensor]:
     own, work = torch.empty_like(stacked[0]), None
     if own.numel():
         nbytes = own.nbytes // max(sizes) * sum(sizes)

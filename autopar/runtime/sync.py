@@ -103,8 +103,8 @@ class GradientSync:
             self._start(bucket)
         for bucket in self._gathered.values():
             self._start(bucket)
-        for reduction in self._running:
-            for entry, grad in reduction.finish():
+        while self._running:
+            for entry, grad in self._running.pop(0).finish():
                 self._add(entry, grad)
         for entry in self._store.trainable():
             left = self._take(entry)  # partial on no axis
@@ -207,16 +207,15 @@ class GradientSync:
                 self._earlier.clear()
                 for entry in self._store.trainable():
                     entry.shared.grad = None
-        for name, summed in self._reduced.items():
+        for name in list(self._reduced):
             entry = self._store.entries[name]
-            grad = summed.to(entry.stored.dtype)
+            grad = self._reduced.pop(name).to(entry.stored.dtype)
             if factor != 1.0:
                 grad.mul_(factor)
             earlier = self._earlier.pop(name, None)
             if earlier is not None:
                 grad.add_(earlier)
             entry.shared.grad = label_like(grad, entry.shared)
-        self._reduced, self._running = {}, []
         self._store.update.hand_out()
 
 

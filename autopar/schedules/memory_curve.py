@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.endless import finite
+from autopar.schedules.held import StageMemory, memory_over, static_bytes
 
 _K = ActionKind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageMemory:
-    """Bytes per rank that a stage takes.
-
-    `static_bytes` at all times; `saved_bytes` between the forward and the backward of every
-    micro-batch; `deferred_bytes` between the parts of a backward, where the schedule splits it;
-    `working_bytes` while an action of the stage runs.
-    """
-
-    static_bytes: float
-    saved_bytes: float = 0.0
-    deferred_bytes: float = 0.0
-    working_bytes: float = 0.0
 
 
 NOTHING = StageMemory(static_bytes=0.0)
@@ -47,42 +32,43 @@ class Moment(NamedTuple):
     deferred: tuple[int, ...]
 
 
-_HOLDS: dict[ActionKind, tuple[int, int, int, int]] = {
+def memory_curve(
+    row: Sequence[Action],
+    start_s: Sequence[float],
+    end_s: Sequence[float],
+    stages: Mapping[int, StageMemory],
+    *,
+    saved_bytes: float = 0.0,
+    gradients: bool = False,
+) -> tuple[Point, ...]:
+    """What the rank that runs `row` holds, from time 0; one point for every change.
+
+    `stages` are those of this rank, for the rest see `schedules.held.memory_over`.
+    """
+    made = sum(stage.gradient_bytes for stage in stages.values()) * gradients
+    points = [Point(0.0, static_bytes(stages.values()) + made + saved_bytes)]
+    spans = [span for a, *span in zip(row, start_s, end_s, strict=True) if a.kind.is_compute]
+    walk = memory_over(row, stages, saved_bytes=saved_bytes, gradients=gradients)
+    for (begin_s, done_s), held in zip(spans, walk, strict=True):
+        points += [Point(begin_s, held.peak_bytes), Point(done_s, held.after_bytes)]
+    return changes(points)
+
+
+def changes(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points at which something changes: at one time the last of them holds, after one to
+    more; a change to the same is none."""
+    seen = [a for a, b in pairwise(points) if a.time_s < b.time_s or a.held_bytes > b.held_bytes]
+    kept = [*seen, points[-1]]
+    return (kept[0], *(b for a, b in pairwise(kept) if a.held_bytes != b.held_bytes))
+
+
+_COUNTS: dict[ActionKind, tuple[int, int, int, int]] = {
     _K.FORWARD: (1, 0, 0, 0),
     _K.BACKWARD: (0, 0, -1, 0),
     _K.BACKWARD_INPUT: (0, 0, -1, 1),
     _K.BACKWARD_WEIGHT: (0, 0, 0, -1),
 }
-"""Micro-batches saved and deferred that an action adds at its start, and at its end: a forward
-fills what it saves while it runs, a backward frees it when it is done."""
-
-
-def memory_curve(
-    row: Sequence[Action],
-    start_s: Sequence[float],
-    end_s: Sequence[float],
-    memory: Sequence[StageMemory],
-    static_bytes: float,
-) -> tuple[Point, ...]:
-    """What the rank that runs `row` holds, from time 0; one point for every change.
-
-    `memory` is of all stages of the schedule, `static_bytes` of those of this rank together.
-    """
-    held = static_bytes
-    points = [Point(0.0, held)]
-    for action, begin_s, done_s in zip(row, start_s, end_s, strict=True):
-        if not action.kind.is_compute:
-            continue
-        stage = memory[action.stage]
-        saved, deferred, freed, left = _HOLDS[action.kind]
-        held += saved * stage.saved_bytes + deferred * stage.deferred_bytes
-        points.append(Point(begin_s, held + stage.working_bytes))
-        held += freed * stage.saved_bytes + left * stage.deferred_bytes
-        points.append(Point(done_s, held))
-    # at one time the last change holds, after one to more; a change to the same is none
-    seen = [a for a, b in pairwise(points) if a.time_s < b.time_s or a.held_bytes > b.held_bytes]
-    kept = [*seen, points[-1]]
-    return (kept[0], *(b for a, b in pairwise(kept) if a.held_bytes != b.held_bytes))
+"""Micro-batches saved and deferred that an action adds at its start, and at its end."""
 
 
 def peak_moments(schedule: Schedule, memory: Sequence[StageMemory]) -> tuple[Moment, ...]:
@@ -90,20 +76,16 @@ def peak_moments(schedule: Schedule, memory: Sequence[StageMemory]) -> tuple[Mom
     moments = []
     for row in finite(schedule).ranks:
         saved, deferred = [0] * len(memory), [0] * len(memory)
-        held, peak, found = 0.0, -1.0, Moment(0, (), ())
-        for action in row:
-            if not action.kind.is_compute:
-                continue
-            at, stage = action.stage, memory[action.stage]
-            more, due, freed, left = _HOLDS[action.kind]
+        peak, found = -1.0, Moment(0, (), ())
+        own = {action.stage: memory[action.stage] for action in row}
+        for action, held, _ in memory_over(row, own, gradients=not schedule.flushes):
+            at = action.stage
+            more, due, freed, left = _COUNTS[action.kind]
             saved[at] += more
             deferred[at] += due
-            held += more * stage.saved_bytes + due * stage.deferred_bytes
-            if held + stage.working_bytes > peak:
-                peak = held + stage.working_bytes
-                found = Moment(at, tuple(saved), tuple(deferred))
+            if held > peak:
+                peak, found = held, Moment(at, tuple(saved), tuple(deferred))
             saved[at] += freed
             deferred[at] += left
-            held += freed * stage.saved_bytes + left * stage.deferred_bytes
         moments.append(found)
     return tuple(moments)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.endless import closing
-from autopar.schedules.memory_curve import NOTHING, Point, StageMemory, memory_curve
+from autopar.schedules.held import StageMemory, update_bytes
+from autopar.schedules.memory_curve import NOTHING, Point, changes, memory_curve
 from autopar.schedules.sharing import share_cores
 from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes, Timeline
@@ -180,7 +181,7 @@ def simulate_step(
             )
             for rank, pace in enumerate(paces)
         ),
-        memory=_curves(timeline, loads, stages),
+        memory=_curves(timeline, loads, stages, tuple(zip(sync_begin_s, sync_end_s, strict=True))),
     )
 
 
@@ -298,17 +299,32 @@ def _message_waits_s(
 
 
 def _curves(
-    timeline: Timeline, loads: Sequence[StageLoad], stages: Sequence[Sequence[int]]
+    timeline: Timeline,
+    loads: Sequence[StageLoad],
+    stages: Sequence[Sequence[int]],
+    sync_s: Sequence[tuple[float, float]],
 ) -> tuple[tuple[Point, ...], ...]:
-    memory = [load.memory for load in loads]
-    late = closing(timeline.schedule).ranks
+    """`sync_s` has begin and end of each rank's sums: the update at the start of a step, which ends
+    the one before, holds as much as they."""
+    schedule = timeline.schedule
+    late = closing(schedule).ranks
     curves = []
     for rank, own in enumerate(stages):
-        static_bytes = sum(memory[s].static_bytes for s in own)
-        if not timeline.schedule.flushes:
-            static_bytes += sum(memory[a.stage].saved_bytes for a in late[rank] if _frees(a))
-        spans = timeline.start_s[rank], timeline.end_s[rank]
-        curves.append(memory_curve(timeline.schedule.ranks[rank], *spans, memory, static_bytes))
+        memory = {stage: loads[stage].memory for stage in own}
+        before = [] if schedule.flushes else [memory[a.stage] for a in late[rank] if _frees(a)]
+        curve = memory_curve(
+            schedule.ranks[rank],
+            timeline.start_s[rank],
+            timeline.end_s[rank],
+            memory,
+            saved_bytes=sum(stage.saved_bytes for stage in before),
+            gradients=not schedule.flushes,
+        )
+        if schedule.flushes:
+            begin_s, end_s = sync_s[rank]
+            summing, left = update_bytes(memory.values()), curve[-1].held_bytes
+            curve = changes((*curve, Point(begin_s, summing), Point(end_s, left)))
+        curves.append(curve)
     return tuple(curves)
 
 

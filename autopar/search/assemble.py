@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.blocks import Block
@@ -11,6 +11,8 @@ from autopar.ir.graph import Source, SourceKind
 from autopar.ir.placement import Layout, R, Shard, chunk_sizes
 from autopar.plan.flow import setup_sources
 from autopar.plan.plan import (
+    NOT_AT_ONCE,
+    RESERVED,
     BlockPlan,
     ParameterPlan,
     Recompute,
@@ -19,9 +21,12 @@ from autopar.plan.plan import (
     Terms,
     Variant,
 )
+from autopar.schedules.action import Schedule
+from autopar.schedules.held import StageMemory, peak_bytes
 from autopar.schedules.in_flight import peak_in_flight
-from autopar.schedules.memory_curve import StageMemory, peak_moments
+from autopar.schedules.memory_curve import peak_moments
 from autopar.search.grid import Grid
+from autopar.search.moments import earlier_on_rank, read_by, stage_memories
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.recompute import Again
@@ -43,6 +48,7 @@ class StageHeld:
     versions: int = 0
     once: bool = True
     widest: bool = True
+    updates: bool = True
     elsewhere: frozenset[str] = frozenset()
 
 
@@ -53,12 +59,14 @@ def stage_terms(
     blocks: Sequence[Block],
     options: Sequence[ClassOption],
     held: StageHeld,
+    memory: StageMemory,
 ) -> Terms:
     """Memory of a stage by term, in bytes per rank.
 
     A parameter that several of the stage's blocks read is held once. `gathered` are weights that
     lie in shards, whole for the blocks that need them now; `unreduced` whole gradients that are
-    about to become shards.
+    about to become shards; `update` buffers of gradient sums and temporaries of the optimizer. Each
+    is the most there is of it; see `apart`.
     """
     states = [0.0, 0.0, 0.0, 0.0]
     seen = set(held.elsewhere)
@@ -69,6 +77,7 @@ def stage_terms(
     whole = [option for option in options if option.again.kind is Recompute.FULL]
     kept = [option for option in options if option.again.kind is not Recompute.FULL]
     peak = max(options, key=lambda option: option.transient_bytes)
+    running = peak.transient_bytes - peak.again.made_bytes - peak.state.transient_bytes
     terms = [
         ("weights", states[0]),
         ("gradients", states[1]),
@@ -82,45 +91,52 @@ def stage_terms(
         terms.append(("weight_gradients_due", float(held.deferred * left)))
     if not grid.pipe.flushes:
         terms.append(("weight_versions", held.versions * states[0]))
-    once, widest = int(held.once), int(held.widest)
+    once, widest, updates = int(held.once), int(held.widest), int(held.updates)
     reserve = reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))
     return (
         *terms,
-        ("transient", float(widest * peak.cost.transient_bytes)),
+        ("transient", float(widest * max(0, running))),
         ("recompute", float(widest * peak.again.made_bytes)),
         ("gathered", float(widest * PREFETCHED * peak.state.gathered_bytes)),
         ("unreduced", float(widest * peak.state.unreduced_bytes)),
+        ("update", float(updates * memory.update_bytes)),
         ("communication", float(once * message_bytes(pricer, grid))),
         ("reserve", float(once * reserve)),
     )
 
 
+def apart(schedule: Schedule, memory: Sequence[StageMemory], terms: Sequence[Terms]) -> list[Terms]:
+    """The terms of every stage with what a rank does not hold at the same time taken off.
+
+    The rest is the peak over the rank's action list. Without a flush there is no end of a step, and
+    the terms stand as they are.
+    """
+    found = list(terms)
+    for row in schedule.ranks if schedule.flushes else ():
+        stages = sorted({action.stage for action in row})
+        if not stages:
+            continue
+        reserve = sum(f for k in stages for name, f in terms[k] if name in RESERVED)
+        peak = peak_bytes(row, {k: memory[k] for k in stages}) + reserve
+        most = sum(figure for k in stages for _, figure in terms[k])
+        found[stages[0]] = (*terms[stages[0]], (NOT_AT_ONCE, float(peak - most)))
+    return found
+
+
 def _held(
-    pricer: Pricer, staged: Staged, stages: Sequence[tuple[list[Block], list[ClassOption]]]
+    staged: Staged,
+    stages: Sequence[tuple[list[Block], list[ClassOption]]],
+    memory: Sequence[StageMemory],
 ) -> list[StageHeld]:
     """What every stage holds at the peak of its rank, by the plan's own action lists."""
-    pipe, of_stage = staged.grid.pipe, range(len(stages))
-    memory = [
-        StageMemory(
-            static_bytes=0.0,
-            saved_bytes=sum(o.saved_bytes + (0 if pipe.flushes else o.weight_bytes) for o in own),
-            deferred_bytes=sum(o.cost.deferred_bytes for o in own) * pipe.splits_backward,
-            working_bytes=max(o.transient_bytes for o in own),
-        )
-        for _, own in stages
-    ]
+    grid, of_stage = staged.grid, range(len(stages))
+    pipe = grid.pipe
     moments = peak_moments(pipe.build(), memory)
     found = []
     for index in of_stage:
         moment = moments[pipe.placement[index]]
         together = [k for k in of_stage if pipe.placement[k] == pipe.placement[index]]
-        earlier = {
-            ref.name
-            for k in together
-            if k < index
-            for block in stages[k][0]
-            for ref in block.parameters
-        }
+        earlier = read_by(stages[k][0] for k in earlier_on_rank(grid, index))
         copies = moment.saved[index] if moment.saved[index] > 1 else 0
         found.append(
             StageHeld(
@@ -129,20 +145,11 @@ def _held(
                 versions=0 if pipe.flushes else copies,
                 once=index == together[0],
                 widest=index == moment.stage,
-                elsewhere=frozenset(earlier),
+                updates=index == together[0],
+                elsewhere=earlier,
             )
         )
     return found
-
-
-def _stage_held(grid: Grid, options: Sequence[ClassOption], versions: int) -> Terms:
-    """Bytes of a stage that come and go: per micro-batch, and while it runs."""
-    saved = sum(option.saved_bytes for option in options)
-    if versions:  # every micro-batch in flight keeps the weights of its forward
-        saved += sum(option.weight_bytes for option in options)
-    deferred = sum(option.cost.deferred_bytes for option in options) * grid.pipe.splits_backward
-    working = max(option.transient_bytes for option in options)
-    return ("saved", float(saved)), ("deferred", float(deferred)), ("working", float(working))
 
 
 def variants(
@@ -206,7 +213,17 @@ def stage_plans(
         ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
         for blocks in staged.problem.stages(staged.solution.cuts)
     ]
-    held, most = _held(pricer, staged, own), peak_in_flight(grid.pipe.build())
+    schedule = grid.pipe.build()
+    memory = stage_memories(pricer, grid, own, message_bytes(pricer, grid))
+    held, most = _held(staged, own, memory), peak_in_flight(schedule)
+    terms = apart(
+        schedule,
+        memory,
+        [
+            stage_terms(pricer, grid, index, blocks, options, held[index], memory[index])
+            for index, (blocks, options) in enumerate(own)
+        ],
+    )
     by_name = {variant.name: variant for variant in found}
     stages = []
     for index, (blocks, options) in enumerate(own):
@@ -232,8 +249,8 @@ def stage_plans(
                 parameters=_parameters(pricer, grid, blocks, options),
                 time_s=seconds.time_s,
                 communication_s=seconds.communication_s,
-                held_bytes=_stage_held(grid, options, held[index].versions),
-                memory_bytes=stage_terms(pricer, grid, index, blocks, options, held[index]),
+                held_bytes=tuple(asdict(memory[index]).items()),
+                memory_bytes=terms[index],
                 memory_limit_bytes=min(pricer.setting.memory_bytes(rank) for rank in ranks),
                 in_flight=most[index],
                 collectives=(),

@@ -50,32 +50,31 @@ class BlockStorages:
         self._read: dict[tuple[str, Ref], Storage] = {}
         self._layouts: dict[tuple[str, Ref], Layout] = {}
         self._lies: dict[Storage, Storage] = {}
-        self._copies: set[Storage] = set()
         self.steps: list[Step] = []
         """Ops, and the moves that take effect, in execution order."""
-        self.copied_bytes = 0
-        """The most that the copies which one op reads take together."""
         for node in nodes:
             for move in flow.before[node.name]:
                 self._move(move)
             self._node(node, choices[node.name])
+        for move in flow.at_end:
+            self._place(move)
 
     def _move(self, move: Move) -> None:
-        source, after = self._at(move.value, move.before), (move.value, move.after)
-        copied = move.copies(self._prices.sizes)
-        self._lies[after] = after if copied else source
-        if copied:
-            self._copies.add(after)
+        source, after = self._at(move.value, move.before), self._place(move)
         if self._prices.sizes[move.axis] > 1:
-            self.steps.append(Step(name=move.name, reads=(source,), lies=(self._lies[after],)))
+            self.steps.append(Step(name=move.name, reads=(source,), lies=(after,)))
+
+    def _place(self, move: Move) -> Storage:
+        """Where a moved value lies: a copy of its own, or where it was."""
+        source, after = self._at(move.value, move.before), (move.value, move.after)
+        self._lies[after] = after if move.copies(self._prices.sizes) else source
+        return self._lies[after]
 
     def _node(self, node: OpNode, choice: NodeChoice) -> None:
         for ref, layout in zip(node.inputs(), choice.inputs, strict=True):
             self._read[node.name, ref] = self._at(ref, layout)
             self._layouts[node.name, ref] = layout
         reads = tuple(dict.fromkeys(self._read[node.name, ref] for ref in node.inputs()))
-        copies = [storage for storage in reads if storage in self._copies]
-        self.copied_bytes = max(self.copied_bytes, sum(map(self.nbytes, copies)))
         lies = []
         for index, layout in enumerate(choice.outputs):
             output = Ref(node.name, index)
@@ -96,6 +95,14 @@ class BlockStorages:
         base = self._storage.base(ref)
         given = (base, produced.get(base, produced[ref]))
         return self._lies.get(given, given)
+
+    def lies(self, ref: Ref, layout: Layout) -> Storage:
+        """The storage that a value lies in, at a layout it is given, made or moved to."""
+        return self._lies.get((ref, layout)) or self._at(ref, layout)
+
+    def read(self, node: str, ref: Ref) -> Storage:
+        """The storage of what a node reads, or makes."""
+        return self._read[node, ref]
 
     def nbytes(self, storage: Storage) -> int:
         """Local bytes of a storage."""

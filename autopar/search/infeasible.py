@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from math import ceil, inf
 
 from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis
+from autopar.plan.plan import NOT_AT_ONCE
 from autopar.plan.text import amount, spans
 from autopar.rules.context import ATTENTION, attention_kind
 from autopar.search.assemble import StageHeld, stage_terms
 from autopar.search.block import HEAVY_OPS
 from autopar.search.grid import Grid
 from autopar.search.grids import widest_tensor
+from autopar.search.moments import stage_memory
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
@@ -64,8 +66,9 @@ def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
     needs, has = used[worst], capacity[worst]
     together = [k for k in range(grid.pipe.num_stages) if grid.pipe.placement[k] == worst]
     terms = _least_terms(pricer, closest, worst)
+    terms.append((NOT_AT_ONCE, needs - sum(value for _, value in terms)))
     where = f"stage {worst}" if len(together) == 1 else f"the rank of stages {spans(together)}"
-    shown = ", ".join(f"{name} {amount(value)}" for name, value in terms if value)
+    shown = ", ".join(f"{name} {amount(value)}" for name, value in terms if round(value))
     states = sum(
         value for name, value in terms if name in ("weights", "gradients", "master", "optimizer")
     )
@@ -102,7 +105,8 @@ def _least_terms(pricer: Pricer, staged: Staged, first: int) -> list[tuple[str, 
         options = _smallest([staged.options[problem.blocks[b]] for b in indices], held)
         blocks = [pricer.setting.chain.blocks[b] for b in indices]
         own = StageHeld(saved=held, once=stage == first, widest=stage == first)
-        for name, value in stage_terms(pricer, staged.grid, stage, blocks, options, own):
+        memory = stage_memory(pricer, staged.grid, blocks, options)
+        for name, value in stage_terms(pricer, staged.grid, stage, blocks, options, own, memory):
             terms[name] = terms.get(name, 0.0) + value
     return list(terms.items())
 

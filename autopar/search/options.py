@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from autopar.costs.calibration import curve_of
-from autopar.ir.graph import Ref
+from autopar.costs.optimizer_state import step_temporaries
+from autopar.ir.blocks import Block
+from autopar.ir.graph import DTYPE_BYTES, Ref
 from autopar.ir.placement import Layout
+from autopar.ir.precision import grad_dtype, stored_dtype
+from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.plan.plan import NodeChoice, Recompute
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Pipeline
@@ -20,6 +25,7 @@ from autopar.search.state import (
     StateCost,
     States,
     ZeroChoice,
+    batch_axes,
     parameter_states,
     state_cost,
     zero_choices,
@@ -28,6 +34,14 @@ from solvers.partition import BlockOption
 
 OVERLAPS: dict[str, bool] = {"cuda": True, "cpu": False}
 """Whether communication runs beside compute, by `DeviceSpec.kind`; other kinds are as `cuda`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateBytes:
+    """What summing gradients and stepping the optimizer hold: for every block, and once a stage."""
+
+    every_bytes: int = 0
+    once_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +67,7 @@ class ClassOption:
     overlaps: bool = True
     hidden: float = 1.0
     cold: float = 0.0
+    update: UpdateBytes = UpdateBytes()
 
     @property
     def zero(self) -> int:
@@ -92,8 +107,10 @@ class ClassOption:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes held while the block runs."""
-        return self.cost.transient_bytes + self.again.made_bytes + self.state.transient_bytes
+        """Bytes held while the block runs, beside what it saves."""
+        peaks = self.again.peaks
+        running = max(peaks.forward_bytes, peaks.backward_bytes) - self.saved_bytes
+        return running + self.state.transient_bytes
 
     def as_option(self, pipe: Pipeline | None = None) -> BlockOption:
         """The option as the partition problem sees it, by default with whole backwards.
@@ -104,17 +121,43 @@ class ClassOption:
         """
         work_s, update_s = self.forward_s + self.backward_s, self.update_s
         saved = self.saved_bytes
+        static, transient = self._held(pipe)
         if pipe is not None and pipe.splits_backward:
             saved = max(saved, self.cost.deferred_bytes)
         if pipe is not None and not pipe.flushes:
             saved, work_s, update_s = saved + self.weight_bytes, work_s + update_s, 0.0
         return BlockOption(
             time_s=work_s,
-            static_bytes=float(self.state.held.terms.total_bytes),
+            static_bytes=float(static),
             saved_bytes=float(saved),
             sync_s=update_s,
-            transient_bytes=float(self.transient_bytes),
+            transient_bytes=float(transient),
         )
+
+    def _held(self, pipe: Pipeline | None) -> tuple[int, int]:
+        """Bytes held all the time, beside what is saved, and while the block runs, as much as a
+        stage may need of them.
+
+        Where all forwards of a stage come before its first backward, the gradients of a block come
+        as what its last micro-batch saved goes: it holds the larger of both. At the end of a step,
+        with its gradients, a block holds `update.every_bytes` in place of what it saved.
+        """
+        held, saved, peaks = self.state.held, self.saved_bytes, self.again.peaks
+        state = held.terms.total_bytes - held.gradients
+        with_gradients, transient = held.gradients, self.transient_bytes
+        if pipe is not None and pipe.splits_backward:
+            transient += max(0, peaks.split_bytes - peaks.backward_bytes)
+        elif pipe is not None and pipe.runs_backwards_last:
+            with_gradients = max(0, held.gradients - saved)
+            first = peaks.first_backward_bytes - max(saved, held.gradients)
+            transient = max(
+                peaks.forward_bytes - saved + self.state.transient_bytes,
+                first + self.state.transient_bytes,
+            )
+        at_end = held.gradients + self.update.every_bytes
+        room = max(0, with_gradients + saved - at_end)
+        static = state + max(with_gradients, at_end - saved)
+        return static, max(transient, self.update.once_bytes - room)
 
     @property
     def update_s(self) -> float:
@@ -125,6 +168,33 @@ class ClassOption:
     def weight_bytes(self) -> int:
         """Bytes of the weights that are computed with."""
         return self.state.held.weights
+
+
+def _update_bytes(pricer: Pricer, grid: Grid, states: States, block: Block) -> UpdateBytes:
+    """Of one block in a stage that has its even share of all gradients."""
+    setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
+    training = setting.training
+    sizes, widened = [], 0
+    for ref in block.parameters:
+        source = setting.sources[ref.name]
+        if source.trainable:
+            state = by_name[source.fqn]
+            numel = prod(prices.local_shape(ref, state.stored or state.layout))
+            dtype = stored_dtype(training.precision, source.spec.dtype, trainable=True)
+            summed = grad_dtype(training.precision, source.spec.dtype)
+            sizes.append(numel * DTYPE_BYTES[dtype])
+            widened += numel * (DTYPE_BYTES[dtype] - DTYPE_BYTES[summed])
+    bucket = 0
+    if batch_axes(prices):
+        share = setting.whole_state.gradients // (grid.pipeline * grid.tensor)
+        # At level 2 the whole gradients wait for their bucket, and are then copied into it.
+        level = max((state.level for _, state in states), default=0)
+        copies = 2 if level == 2 and grid.micro_batches == 1 else int(level < 3)
+        bucket = copies * min(DEFAULT_CAP_BYTES, share)
+    every, once = step_temporaries(
+        training.optimizer, training.optimizer_kwargs, sizes, device_kind=pricer.device.kind
+    )
+    return UpdateBytes(every_bytes=max(0, widened) + every, once_bytes=max(bucket, once))
 
 
 def class_options(
@@ -149,6 +219,7 @@ def class_options(
         for zero in zero_choices(prices, setting.pins.zero):
             states = parameter_states(setting, block, sharding.parameters, prices, zero, shared)
             state = state_cost(pricer, block, states, grid)
+            update = _update_bytes(pricer, grid, states, block)
             found += [
                 ClassOption(
                     choices=sharding.choices,
@@ -160,6 +231,7 @@ def class_options(
                     overlaps=OVERLAPS.get(pricer.device.kind, True),
                     hidden=curve_of(pricer.device).hidden,
                     cold=min(1.0, grid.pipe.num_stages / max(with_weights, 1)),
+                    update=update,
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
             ]

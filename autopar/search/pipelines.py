@@ -34,6 +34,9 @@ FREE = (
 HIDES_MESSAGES = frozenset({"gpipe", "interleaved-1f1b", "looped-bfs"})
 """Schedules whose ranks always have other work while a message is under way."""
 
+BACKWARDS_LAST = frozenset({"gpipe", "looped-bfs"})
+"""Schedules that run all forwards before the first backward."""
+
 _PROBE = 6
 _NEGLIGIBLE = 1e-3
 _STEPS = 32
@@ -68,6 +71,11 @@ class Pipeline:
     def flushes(self) -> bool:
         """Whether all micro-batches of a step see the same weights."""
         return SCHEDULES[self.schedule].flushes
+
+    @property
+    def runs_backwards_last(self) -> bool:
+        """Whether every rank runs all its forwards before its first backward."""
+        return self.micro_batches == 1 or self.schedule in BACKWARDS_LAST
 
     def build(self) -> Schedule:
         """The action lists."""

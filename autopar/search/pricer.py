@@ -14,13 +14,13 @@ from autopar.costs.memory import state_bytes
 from autopar.costs.profiles import Profile, TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
 from autopar.costs.traffic import op_traffic
-from autopar.costs.transient import transient_bytes
+from autopar.costs.transient import RunBlock
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
 from autopar.ir.mesh import CONTEXT, SHARD, TENSOR, MeshAxis, batch_size
-from autopar.ir.placement import Layout, Placement, R, Shard
+from autopar.ir.placement import Layout, Placement, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
@@ -33,6 +33,7 @@ from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
+from autopar.search.running import Running
 from autopar.search.setting import Setting
 from autopar.search.split_costs import WeightPart
 
@@ -41,19 +42,17 @@ from autopar.search.split_costs import WeightPart
 class BlockCost:
     """What one sharding of a block costs.
 
-    Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank:
-    `transient_bytes` while the block runs. `ways` are what it may keep and what it then runs again,
-    the fastest first. `weight_s` is the part of `backward_s` that computes weight gradients,
-    `deferred_bytes` what is held until then for each micro-batch, where a schedule splits the
-    backward. `unmeasured` are ops that a profile has no time of. What the block's parameters cost
-    besides is in `search.state`.
+    Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank.
+    `ways` are what it may keep and what it then runs again, the fastest first. `weight_s` is the
+    part of `backward_s` that computes weight gradients, `deferred_bytes` what is held until then
+    for each micro-batch, where a schedule splits the backward. `unmeasured` are ops that a profile
+    has no time of. What the block's parameters cost besides is in `search.state`.
     """
 
     forward_s: float
     backward_s: float
     forward_compute_s: float
     backward_compute_s: float
-    transient_bytes: int
     ways: tuple[Again, ...]
     priced_ops: int
     measured_ops: int
@@ -326,15 +325,14 @@ class Pricer:
         if setting.execution.host_s:
             floor = self._host_floor_s(nodes, choices, flow, grid)
             forward, backward = max(forward, floor[0]), max(backward, floor[1])
-        storages, transient = self._activations(block, choices, flow, prices)
-        held = [Ref(name) for name in setting.sources]
-        recompute = RecomputeProblem(storages, self.saved(block), held, again)
+        held = frozenset(Ref(name) for name in setting.sources)
+        storages, running = self._activations(block, choices, flow, prices, held)
+        recompute = RecomputeProblem(storages, self.saved(block), held, again, running)
         return BlockCost(
             forward_s=forward,
             backward_s=backward,
             forward_compute_s=compute[0],
             backward_compute_s=compute[1],
-            transient_bytes=transient,
             ways=recompute.ways(),
             priced_ops=len(nodes) - sources[TimeSource.FREE],
             measured_ops=sources[TimeSource.MEASURED],
@@ -404,24 +402,31 @@ class Pricer:
         return Option(inputs=choice.inputs, outputs=choice.outputs, strategies=tuple(strategies))
 
     def _activations(
-        self, block: Block, choices: Sequence[NodeChoice], flow: BlockFlow, prices: Prices
-    ) -> tuple[BlockStorages, int]:
-        """Where the block's values lie, and the bytes it holds while it runs."""
-        saved, nodes = self.saved(block), self.setting.block_nodes(block)
-        whole = (R,) * len(prices.names)
-        by_node = {choice.node: choice for choice in choices}
+        self,
+        block: Block,
+        choices: Sequence[NodeChoice],
+        flow: BlockFlow,
+        prices: Prices,
+        held: frozenset[Ref],
+    ) -> tuple[BlockStorages, RunBlock]:
+        """Where the block's values lie, and its steps as memory sees them."""
+        nodes, by_node = self.setting.block_nodes(block), {c.node: c for c in choices}
         storages = BlockStorages(nodes, by_node, flow, prices, self.setting.storage)
-        transient = transient_bytes(
-            nodes,
-            lambda ref: prices.local_bytes(ref, flow.produced.get(ref, whole)),
-            storage=self.setting.storage,
-            saved=saved,
-            differentiable=self.setting.differentiable,
-            outputs=block.outputs,
-            parameters=block.parameters,
-            specs=self.setting.specs,
+        running = Running(
+            nodes=nodes,
+            choices=by_node,
+            flow=flow,
+            storages=storages,
+            prices=prices,
+            saved=self.saved(block),
+            held=held,
+            split=frozenset(self.products(block)),
         )
-        return storages, transient.peak_bytes + storages.copied_bytes
+        boundaries = self.setting.chain.boundaries
+        after = boundaries[block.index] if block.index < len(boundaries) else ()
+        loss = self.setting.graph.loss
+        returned = {*after, *(() if loss is None else (loss,))}
+        return storages, running.block(block.inputs, block.outputs, returned)
 
 
 def _joined_axes(axes: Sequence[Axis], names: tuple[str, ...]) -> list[Axis]:

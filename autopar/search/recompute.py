@@ -10,11 +10,12 @@ section 5) and whole blocks are outcomes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
 from autopar.costs.saved import SavedSet
+from autopar.costs.transient import BlockPeaks, RunBlock, block_peaks
 from autopar.ir.graph import Ref
 from autopar.plan.plan import Recompute
 from autopar.search.copies import BlockStorages, Step, Storage
@@ -32,7 +33,8 @@ class Again:
 
     `steps` are run again, in order, which takes `time_s` per micro-batch, `compute_s` of it without
     collectives, and reads `weights` of those that are held anyway. `kept_bytes` are held per
-    micro-batch in flight, `made_bytes` of what is kept otherwise are made again.
+    micro-batch in flight, `made_bytes` of what is kept otherwise are made again. `kept` are the
+    storages among them, `peaks` what the block holds while it runs so.
     """
 
     kind: Recompute
@@ -42,6 +44,8 @@ class Again:
     weights: frozenset[Ref] = frozenset()
     kept_bytes: int
     made_bytes: int = 0
+    kept: frozenset[Storage] = field(default=frozenset(), repr=False, compare=False)
+    peaks: BlockPeaks = field(default=BlockPeaks(), compare=False)
 
     @property
     def cost(self) -> float:
@@ -65,6 +69,7 @@ class RecomputeProblem:
     """What the steps of one block cost to run again and what that saves.
 
     `held` are values whose storage is held anyway; `seconds` has the forward seconds of every step.
+    `running` is the block as memory sees it, for the peaks of the ways.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class RecomputeProblem:
         saved: SavedSet,
         held: Collection[Ref],
         seconds: Mapping[str, StepSeconds],
+        running: RunBlock | None = None,
     ) -> None:
+        self._running = running
         self._storages, self._held = storages, storages.held(held)
         self._needed = storages.kept(saved, held)
         self._groups = _groups(storages.steps)
@@ -93,11 +100,16 @@ class RecomputeProblem:
         keeps what the block is given alone. Each is best for some price of a byte."""
         nothing, whole = self._way(frozenset()), self.whole()
         if not whole.steps:
-            return (nothing,)
+            return (self._with_peaks(nothing),)
         least = self.solve(self._dear())
         found = between(self.solve, nothing, least, depth=_DEPTH, worth=_WORTH)
         ways = [nothing, *found, least, whole]
-        return tuple(dict.fromkeys(ways))
+        return tuple(map(self._with_peaks, dict.fromkeys(ways)))
+
+    def _with_peaks(self, way: Again) -> Again:
+        if self._running is None:
+            return way
+        return replace(way, peaks=block_peaks(self._running, way.kept, way.steps))
 
     def solve(self, byte_price_s: float) -> Again:
         """The steps to run again for the least time plus `byte_price_s` for every byte kept."""
@@ -171,6 +183,7 @@ class RecomputeProblem:
             time_s=sum(self._time_s[index] for index in sorted(chosen)),
             compute_s=sum(self._compute_s[index] for index in sorted(chosen)),
             weights=frozenset(s[0] for i in chosen for s in self._groups[i].reads & self._held),
+            kept=frozenset(kept),
             kept_bytes=self._kept_bytes(chosen),
             made_bytes=sum(map(self._storages.nbytes, made)) + again,
         )

@@ -13,7 +13,10 @@ from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import TENSOR
 from autopar.ir.placement import Shard
+from autopar.plan.buckets import DEFAULT_CAP_BYTES
+from autopar.schedules.held import peak_bytes
 from autopar.search.grid import Grid
+from autopar.search.moments import stage_memories
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
 from autopar.search.pipelines import (
@@ -29,6 +32,13 @@ from solvers.solution import Status, fits, relative_gap
 
 _PROVEN = 1e-6
 """Relative gap up to which an answer counts as optimal, as the solver has it."""
+
+
+_FITTINGS = 4
+"""How often a partition that lacks room by a closer look is solved again."""
+
+_MARGIN_BYTES = 4 * DEFAULT_CAP_BYTES
+"""Room that makes a closer look needless: more than the buckets of a step take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +201,53 @@ def solve_stages(
         # The first problem leaves moments of a rank out, so its bound holds for every plan.
         problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
         solution = _bounded(_solution(pricer, problem, certify, limit_s), bound)
+    for _ in range(_FITTINGS):
+        heavier = _heavier(pricer, grid, options, problem, solution)
+        if heavier is None:
+            break
+        problem = heavier
+        solution = _bounded(_solution(pricer, problem, certify, limit_s), bound)
     return Staged(grid=grid, options=options, problem=problem, solution=solution)
+
+
+def _heavier(
+    pricer: Pricer,
+    grid: Grid,
+    options: Mapping[int, tuple[ClassOption, ...]],
+    problem: PartitionProblem,
+    solution: PartitionSolution,
+) -> PartitionProblem | None:
+    """The problem with more set aside on the ranks that lack room by the walk over their actions,
+    which knows what a sum over blocks does not: buckets across blocks, say. None where all fit."""
+    if not solution.status.has_solution or not grid.pipe.flushes:
+        return None
+    tight = [
+        on_rank
+        for on_rank in problem.rank_stages()
+        if problem.capacity_bytes[on_rank[0]] - sum(solution.stage_bytes[k] for k in on_rank)
+        < _MARGIN_BYTES
+    ]
+    if not tight:
+        return None
+    chain = pricer.setting.chain
+    chosen = [
+        options[block.class_index][o]
+        for block, o in zip(chain.blocks, solution.options, strict=True)
+    ]
+    own = [
+        ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
+        for blocks in problem.stages(solution.cuts)
+    ]
+    memory = stage_memories(pricer, grid, own, message_bytes(pricer, grid))
+    rows, fixed = grid.pipe.short().build().ranks, list(problem.stage_fixed_bytes)
+    for on_rank in tight:
+        row = next(row for row in rows if row and row[0].stage in on_rank)
+        device = pricer.setting.cluster.device(stage_ranks(grid, on_rank[0])[0])
+        peak = peak_bytes(row, {k: memory[k] for k in on_rank}) + reserve_bytes(device)
+        if not fits(peak, problem.capacity_bytes[on_rank[0]]):
+            fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
+    changed = tuple(fixed) != problem.stage_fixed_bytes
+    return replace(problem, stage_fixed_bytes=tuple(fixed)) if changed else None
 
 
 def _solution(

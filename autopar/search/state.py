@@ -243,7 +243,7 @@ def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Pri
     )
 
 
-def _split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
+def split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
     """The axes that split a parameter's state and not the parameter."""
     if not state.stored:
         return ()
@@ -259,7 +259,7 @@ def gather_collectives(
     if state.level < 3:
         return ()
     nbytes = prices.local_bytes(ref, state.layout)
-    return ((CollectiveOp.ALL_GATHER, nbytes, _split_axes(state, prices)),)
+    return ((CollectiveOp.ALL_GATHER, nbytes, split_axes(state, prices)),)
 
 
 def sync_collectives(
@@ -267,7 +267,7 @@ def sync_collectives(
 ) -> tuple[Collective, ...]:
     """What sums a gradient once a step, in the dtype that gradients have, and then at levels 1 and
     2 gathers the updated weight."""
-    prices, split = pricer.prices(grid), _split_axes(state, pricer.prices(grid))
+    prices, split = pricer.prices(grid), split_axes(state, pricer.prices(grid))
     dtype = pricer.setting.sources[ref.name].spec.dtype
     summed = grad_dtype(pricer.setting.training.precision, dtype)
     wider = DTYPE_BYTES[summed] / DTYPE_BYTES[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from autopar.ir.cluster import Cluster, DeviceGroup, DeviceSpec, LinkLevel
@@ -26,6 +28,7 @@ from autopar.plan.plan import (
     Training,
     Variant,
 )
+from autopar.schedules.held import StageMemory
 
 GIB = 2**30
 HIDDEN, FFN, VOCAB, SEQ, LAYERS = 64, 256, 512, 32, 6
@@ -148,6 +151,14 @@ def _totals(stages):
     )
 
 
+def _around(terms, in_flight):
+    """What actions hold where everything but activations is there throughout."""
+    activations = dict(terms)["activations"]
+    static = sum(dict(terms).values()) - activations - dict(terms).get("reserve", 0.0)
+    held = StageMemory.alike(static_bytes=static, saved_bytes=activations / in_flight)
+    return tuple(asdict(held).items())
+
+
 def _stage(index, blocks, parameters, memory):
     return StagePlan(
         index=index,
@@ -167,7 +178,7 @@ def _stage(index, blocks, parameters, memory):
         in_flight=2 - index,
         collectives=_collectives(index),
         communication_s=(("forward_waits", 0.0002), ("backward_waits", 0.0002)),
-        held_bytes=(("saved", 3.25 * GIB), ("deferred", 0.0), ("working", 0.0)),
+        held_bytes=_around(memory, 2 - index),
     )
 
 

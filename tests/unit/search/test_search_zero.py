@@ -40,9 +40,9 @@ GPUS = "2x4:a100-80gb"
 
 
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden=HIDDEN):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(LAYERS))
 
     def forward(self, x, y):
         for layer in self.layers:
@@ -258,9 +258,10 @@ def test_the_least_state_knows_that_zero_divides_it(pricer, pins, each):
 
 
 def plan(cluster="local:4", memory=None, **pins):
+    """Of a model with more gradients than a bucket holds."""
     with torch.device("meta"):
-        model = Stack()
-        batch = {"x": torch.empty(4, HIDDEN), "y": torch.empty(4, HIDDEN)}
+        model = Stack(4 * HIDDEN)
+        batch = {key: torch.empty(4, 4 * HIDDEN) for key in "xy"}
     options = PlanOptions(
         global_batch=16,
         optimizer="adam",

@@ -1,0 +1,128 @@
+"""What a rank holds over a step: its action list walked with what each action makes and frees."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.schedules.action import Action, ActionKind
+
+_K = ActionKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """What one stage holds on one rank, in bytes.
+
+    `static_bytes` from step to step: weights, master weights, optimizer state; `gradient_bytes`
+    from the first backward to the end of the step. A forward leaves `saved_bytes` and holds
+    `forward_bytes` at its peak. A backward begins with what was saved and holds `backward_bytes` at
+    its peak, the first one `first_backward_bytes` with the gradients that it makes; its input part,
+    where it is split, leaves `deferred_bytes`, and the weight part holds `weight_bytes`, the first
+    one `first_weight_bytes` with the gradients that it makes.
+    `update_bytes` are the most that summing gradients and stepping the optimizer hold besides
+    weights, state and gradients; `message_bytes` buffers of messages, all the time.
+    """
+
+    static_bytes: float
+    gradient_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    deferred_bytes: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    first_backward_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    first_weight_bytes: float = 0.0
+    update_bytes: float = 0.0
+    message_bytes: float = 0.0
+
+    @staticmethod
+    def alike(
+        static_bytes: float,
+        saved_bytes: float = 0.0,
+        deferred_bytes: float = 0.0,
+        working_bytes: float = 0.0,
+    ) -> StageMemory:
+        """A stage of which every action holds `working_bytes` beside what is saved."""
+        running = saved_bytes + working_bytes
+        return StageMemory(
+            static_bytes=static_bytes,
+            saved_bytes=saved_bytes,
+            deferred_bytes=deferred_bytes,
+            forward_bytes=running,
+            backward_bytes=running,
+            first_backward_bytes=running,
+            weight_bytes=deferred_bytes + working_bytes,
+            first_weight_bytes=deferred_bytes + working_bytes,
+        )
+
+
+class Held(NamedTuple):
+    """An action, the most its rank holds while it runs, and what is left after it, in bytes."""
+
+    action: Action
+    peak_bytes: float
+    after_bytes: float
+
+
+def static_bytes(stages: Collection[StageMemory]) -> float:
+    """What a rank that holds these stages holds between steps."""
+    return sum(stage.static_bytes + stage.message_bytes for stage in stages)
+
+
+def memory_over(
+    actions: Iterable[Action],
+    stages: Mapping[int, StageMemory],
+    *,
+    saved_bytes: float = 0.0,
+    gradients: bool = False,
+) -> Iterator[Held]:
+    """What a rank that holds `stages` holds while it runs the computing ones of its actions.
+
+    `saved_bytes` are there from the start, and so may `gradients` be. Messages neither make nor
+    free anything: their buffers count all the time.
+    """
+    fixed, saved = static_bytes(stages.values()), saved_bytes
+    made = {k: stage.gradient_bytes if gradients else 0.0 for k, stage in stages.items()}
+    for action in actions:
+        if not action.kind.is_compute:
+            continue
+        stage, begun = stages[action.stage], fixed + sum(made.values()) + saved
+        frees, left, own = _change(action, stage, first=not made[action.stage])
+        saved += left - frees
+        if action.kind in _MAKES_GRADIENTS:
+            made[action.stage] = stage.gradient_bytes
+        yield Held(action, begun - frees + own, fixed + sum(made.values()) + saved)
+
+
+def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, float, float]:
+    """Bytes that an action finds and frees, those that it leaves, and the most it holds."""
+    if action.kind is _K.FORWARD:
+        return 0.0, stage.saved_bytes, stage.forward_bytes
+    if action.kind is _K.BACKWARD:
+        own = stage.first_backward_bytes if first else stage.backward_bytes
+        return stage.saved_bytes, 0.0, own
+    if action.kind is _K.BACKWARD_INPUT:
+        return stage.saved_bytes, stage.deferred_bytes, stage.backward_bytes
+    own = stage.first_weight_bytes if first else stage.weight_bytes
+    return stage.deferred_bytes, 0.0, own
+
+
+_MAKES_GRADIENTS = frozenset((_K.BACKWARD, _K.BACKWARD_WEIGHT))
+
+
+def update_bytes(stages: Collection[StageMemory]) -> float:
+    """The most that a rank holds at the end of a step: all gradients, and what summing them and
+    stepping takes."""
+    gradients = sum(stage.gradient_bytes for stage in stages)
+    return static_bytes(stages) + gradients + max(stage.update_bytes for stage in stages)
+
+
+def peak_bytes(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> float:
+    """The most that a rank holds in a step."""
+    running = max(held.peak_bytes for held in memory_over(actions, stages))
+    return max(running, update_bytes(stages.values()))
+
+
+__all__ = ["Held", "StageMemory", "memory_over", "peak_bytes", "static_bytes", "update_bytes"]

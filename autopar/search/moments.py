@@ -1,0 +1,313 @@
+"""What a stage holds around its actions, from the blocks it runs: see `schedules.held`.
+
+Within a backward the activations of a block go as its gradients come, and what the blocks before it
+saved is still there. So the peak is at one block: with one micro-batch a rank never holds all
+activations and all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from autopar.costs.memory import StateBytes, total_bytes
+from autopar.costs.optimizer_state import step_temporaries
+from autopar.ir.blocks import Block
+from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.ir.placement import R_STAR, Shard
+from autopar.ir.precision import grad_dtype, stored_dtype
+from autopar.plan.buckets import Bucket, GradientEntry, buckets
+from autopar.schedules.held import StageMemory
+from autopar.search.grid import Grid
+from autopar.search.options import ClassOption
+from autopar.search.pipelines import in_flight
+from autopar.search.pricer import Pricer
+from autopar.search.state import ParameterState, held_bytes, split_axes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weight:
+    """One trained parameter of a block: what is summed of its gradient, and what is updated."""
+
+    entry: GradientEntry
+    level: int
+    stored_bytes: int
+    read_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Its gradient once it is reduced."""
+        return self.entry.shard_nbytes if self.entry.scatter else self.entry.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """One block of a stage: its option, its state, its trained parameters, and the whole weights
+    that its forward and its backward gather, with what joining them takes."""
+
+    option: ClassOption
+    held: StateBytes
+    weights: tuple[_Weight, ...]
+    gathered: tuple[int, int]
+    joined: int
+
+    @property
+    def whole_gradients(self) -> int:
+        return sum(w.entry.nbytes for w in self.weights)
+
+
+def stage_memory(
+    pricer: Pricer,
+    grid: Grid,
+    blocks: Sequence[Block],
+    options: Sequence[ClassOption],
+    *,
+    elsewhere: Collection[str] = (),
+    message_bytes: int = 0,
+    stashes: bool = False,
+) -> StageMemory:
+    """What a stage of `blocks` run as `options` holds. Sources in `elsewhere` count with another
+    stage of the rank. Where it `stashes`, every micro-batch in flight keeps the weights of its
+    forward."""
+    runs = tuple(_runs(pricer, grid, blocks, options, elsewhere))
+    before = [0, *accumulate(run.option.saved_bytes for run in runs)]
+    state = total_bytes(run.held for run in runs)
+    weight, first_weight = _weight_part(runs)
+    alone, stashed = grid.micro_batches == 1, state.weights * stashes
+    return StageMemory(
+        static_bytes=state.weights + state.master + state.optimizer,
+        gradient_bytes=state.gradients,
+        saved_bytes=before[-1] + stashed,
+        deferred_bytes=sum(run.option.cost.deferred_bytes for run in runs),
+        forward_bytes=_forward(runs, before) + stashed,
+        backward_bytes=_backward(runs, before, split=grid.pipe.splits_backward) + stashed,
+        first_backward_bytes=_alone(runs, before) if alone else _first(runs, before),
+        weight_bytes=weight,
+        first_weight_bytes=first_weight,
+        update_bytes=_update(pricer, runs, state.gradients),
+        message_bytes=message_bytes,
+    )
+
+
+Stages = Sequence[tuple[Sequence[Block], Sequence[ClassOption]]]
+"""The blocks of every stage, and their options."""
+
+
+def stage_memories(
+    pricer: Pricer, grid: Grid, stages: Stages, message_bytes: int = 0
+) -> list[StageMemory]:
+    """Of all stages. What a rank holds once, whatever its stages, counts with the first of them,
+    and so does a parameter that several read."""
+    found = []
+    for index, (blocks, options) in enumerate(stages):
+        earlier = earlier_on_rank(grid, index)
+        found.append(
+            stage_memory(
+                pricer,
+                grid,
+                blocks,
+                options,
+                elsewhere=read_by(stages[k][0] for k in earlier),
+                message_bytes=0 if earlier else message_bytes,
+                stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
+            )
+        )
+    return found
+
+
+def earlier_on_rank(grid: Grid, stage: int) -> list[int]:
+    """The stages before this one on the same rank."""
+    place = grid.pipe.placement
+    return [k for k in range(stage) if place[k] == place[stage]]
+
+
+def read_by(stages: Iterable[Sequence[Block]]) -> frozenset[str]:
+    """The sources of the parameters that stages read."""
+    return frozenset(ref.name for blocks in stages for block in blocks for ref in block.parameters)
+
+
+def _runs(
+    pricer: Pricer,
+    grid: Grid,
+    blocks: Sequence[Block],
+    options: Sequence[ClassOption],
+    elsewhere: Collection[str],
+) -> Iterator[_Run]:
+    seen, prices = set(elsewhere), pricer.prices(grid)
+    for block, option in zip(blocks, options, strict=True):
+        first = pricer.setting.chain.representative(block.class_index)
+        states = dict(option.states)
+        weights, gathered, joined = list[_Weight](), [0, 0], 0
+        for ref, model in zip(block.parameters, first.parameters, strict=True):
+            source = pricer.setting.sources[ref.name]
+            state = states[pricer.setting.sources[model.name].fqn]
+            if state.level == 3:
+                whole = prices.local_bytes(ref, state.layout)
+                again = model in option.again.weights
+                gathered[0] += whole
+                gathered[1] += whole * (model in pricer.kept_parameters(first) or again)
+                dims = [p.dim for p in state.stored if isinstance(p, Shard)]
+                joined = max(joined, whole if any(dims) else 0)
+            if source.trainable and ref.name not in seen:
+                weights.append(_weight(pricer, grid, ref, state))
+        yield _Run(
+            option=option,
+            held=held_bytes(pricer, block, option.states, grid, skip=seen),
+            weights=tuple(weights),
+            gathered=(gathered[0], gathered[1]),
+            joined=joined,
+        )
+        seen |= {ref.name for ref in block.parameters}
+
+
+def _weight(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> _Weight:
+    prices, precision = pricer.prices(grid), pricer.setting.training.precision
+    dtype = pricer.setting.sources[ref.name].spec.dtype
+    summed = DTYPE_BYTES[grad_dtype(precision, dtype)]
+    updated = DTYPE_BYTES[stored_dtype(precision, dtype, trainable=True)]
+    whole, stored = (
+        prod(prices.local_shape(ref, layout))
+        for layout in (state.layout, state.stored or state.layout)
+    )
+    axes = tuple(
+        name
+        for name, size, p in zip(prices.names, prices.sizes, state.layout, strict=True)
+        if p == R_STAR and size > 1
+    )
+    return _Weight(
+        entry=GradientEntry(
+            name=ref.name,
+            nbytes=whole * summed,
+            dtype=dtype,
+            axes=axes,
+            scatter=split_axes(state, prices),
+            shard_nbytes=stored * summed,
+            early=state.level >= 2,
+        ),
+        level=state.level,
+        stored_bytes=stored * updated,
+        read_bytes=prices.local_bytes(ref, state.layout),
+    )
+
+
+def _forward(runs: Sequence[_Run], before: Sequence[int]) -> int:
+    """Weights of the next block are on their way."""
+    ahead = [*(run.gathered[0] for run in runs[1:]), 0]
+    return max(
+        before[k] + run.option.again.peaks.forward_bytes + run.gathered[0] + ahead[k] + run.joined
+        for k, run in enumerate(runs)
+    )
+
+
+def _gathered_back(runs: Sequence[_Run], k: int) -> int:
+    """Weights that the backward of a block holds: its own, and those of the block before it."""
+    return runs[k].gathered[1] + (runs[k - 1].gathered[1] if k else 0) + runs[k].joined
+
+
+def _backward(runs: Sequence[_Run], before: Sequence[int], *, split: bool) -> int:
+    """The gradients are there already."""
+
+    def own(run: _Run) -> int:
+        peaks = run.option.again.peaks
+        return peaks.split_bytes if split else peaks.backward_bytes
+
+    return max(
+        before[k] + own(run) + _gathered_back(runs, k) + _sent_alone(run)
+        for k, run in enumerate(runs)
+    )
+
+
+def _sent_alone(run: _Run) -> int:
+    """A weight at level 3 has its gradient reduced at once: the buffer that is sent."""
+    return max((w.entry.nbytes for w in run.weights if w.level == 3), default=0)
+
+
+def _first(runs: Sequence[_Run], before: Sequence[int]) -> int:
+    """The gradients are made: those of the blocks behind are there."""
+    made = peak = 0
+    for k in reversed(range(len(runs))):
+        own = runs[k].option.again.peaks.first_backward_bytes
+        peak = max(peak, before[k] + own + made + _gathered_back(runs, k))
+        made += runs[k].held.gradients
+    return peak
+
+
+def _alone(runs: Sequence[_Run], before: Sequence[int]) -> int:
+    """The gradients are made, and from level 2 on reduced as soon as their bucket is whole."""
+    entries = [w.entry for run in runs for w in run.weights if w.level < 3]
+    early = [bucket for bucket in reversed(buckets(entries)) if bucket.early]
+    levels = {w.entry.name: w.level for run in runs for w in run.weights}
+    kept = whole = peak = 0
+    done: set[str] = set()
+    for k in reversed(range(len(runs))):
+        run, peaks = runs[k], runs[k].option.again.peaks
+        apart = any(w.level == 3 for w in run.weights)
+        own = peaks.backward_bytes + _sent_alone(run) if apart else peaks.first_backward_bytes
+        peak = max(peak, before[k] + own + kept + whole + _gathered_back(runs, k))
+        for weight in run.weights:
+            done.add(weight.entry.name)
+            waits = weight.level == 2 and weight.entry.scatter
+            whole += weight.entry.nbytes if waits else 0
+            kept += 0 if waits else weight.kept_bytes if weight.level == 3 else weight.entry.nbytes
+        while early and done.issuperset(early[0].names):
+            bucket = early.pop(0)
+            peak = max(peak, before[k] + kept + whole + bucket.nbytes)
+            if all(levels[name] == 2 for name in bucket.names) and bucket.scatter:
+                whole -= bucket.nbytes
+                kept += bucket.shard_nbytes
+    return peak
+
+
+def _weight_part(runs: Sequence[_Run]) -> tuple[int, int]:
+    """The most that computing what was left holds, from the last block to the first: with gradients
+    that are there already, and with those that it makes."""
+    due = [run.option.cost.deferred_bytes for run in runs]
+    left, made = sum(due), 0
+    most = first = left
+    for run, own in zip(reversed(runs), reversed(due), strict=True):
+        largest = max((w.entry.nbytes for w in run.weights), default=0)
+        most = max(most, left + largest)
+        left -= own
+        first = max(first, left + max(own, run.held.gradients) + made + largest)
+        made += run.held.gradients
+    return most, first
+
+
+def _update(pricer: Pricer, runs: Sequence[_Run], gradients: int) -> int:
+    """What summing gradients, stepping and gathering weights hold beyond weights, state and
+    gradients."""
+    weights = [w for run in runs for w in run.weights]
+    held = peak = gradients
+    for bucket in buckets(w.entry for w in weights if w.level < 2):
+        copied = bucket.nbytes if len(bucket.names) > 1 or bucket.scatter else 0
+        peak = max(peak, held + copied)
+        held -= bucket.nbytes - bucket.shard_nbytes if bucket.scatter else 0
+    left = sum(w.stored_bytes for w in weights)
+    training = pricer.setting.training
+    every, once = step_temporaries(
+        training.optimizer,
+        training.optimizer_kwargs,
+        [w.stored_bytes for w in weights],
+        device_kind=pricer.device.kind,
+    )
+    peak = max(peak, left + every + once)
+    for bucket in _gathered_weights(weights):
+        peak = max(peak, left + bucket.nbytes + bucket.shard_nbytes)
+    return max(0, peak - gradients)
+
+
+def _gathered_weights(weights: Sequence[_Weight]) -> tuple[Bucket, ...]:
+    """The buckets in which levels 1 and 2 gather what was updated."""
+    return buckets(
+        GradientEntry(
+            name=w.entry.name,
+            nbytes=w.read_bytes,
+            dtype=w.entry.dtype,
+            axes=w.entry.scatter,
+            shard_nbytes=w.entry.shard_nbytes * w.read_bytes // max(w.entry.nbytes, 1),
+        )
+        for w in weights
+        if w.level in (1, 2)
+    )
