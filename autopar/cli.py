@@ -211,6 +211,15 @@ def _clusters(parser: argparse.ArgumentParser) -> None:
     add("--no-measure", action="store_true", help=text)
 
 
+def _size(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "devices: the fewest, in nodes like the cluster's; micro-batch, sequence (tokens), layers: "
+        "the most that fit the cluster, the last two for zoo models"
+    )
+    sizes = ("devices", "micro-batch", "sequence", "layers")
+    parser.add_argument("size", choices=sizes, help=text)
+
+
 def _given_plan(parser: argparse.ArgumentParser) -> None:
     text = "run this plan instead of making one; it must fit the model and the cluster"
     parser.add_argument("--plan", metavar="FILE", help=text)
@@ -351,6 +360,10 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
         "plan a model on clusters of several sizes, and say how it scales",
         (_model, _clusters, _planning, _objective),
     ),
+    "fit": (
+        "find the fewest devices that train a model, or the most of it that a cluster trains",
+        (_size, _model, _cluster, _planning),
+    ),
     "profile": (
         "measure the ops and collectives that plans of a model can need, on this machine",
         (_model, _cluster, _planning, _limits, _database),
@@ -379,7 +392,7 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
 """Each command: what it does, and its arguments. Its handler has its name in `commands`, or in the
 module that `HANDLERS` has for it."""
 
-HANDLERS = dict.fromkeys(("sweep",), "autopar.questions.commands")
+HANDLERS = dict.fromkeys(("sweep", "fit"), "autopar.questions.commands")
 
 
 if __name__ == "__main__":

@@ -90,18 +90,20 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
-def load_source(spec: str, *, seq_len: int | None = None) -> ModelSource:
+def load_source(spec: str, *, seq_len: int | None = None, layers: int | None = None) -> ModelSource:
     """The model named by `spec`: a zoo name, `package.module:function`, or `path.py:function`.
 
-    The function returns `(model, batch)` or `(model, batch, loss_fn)`. Raises InputError saying
-    what was expected.
+    The function returns `(model, batch)` or `(model, batch, loss_fn)`. `seq_len` and `layers`, of
+    zoo models alone, replace the model's own. Raises InputError saying what was expected.
     """
     if ":" not in spec:
-        return _from_zoo(spec, seq_len)
+        return _from_zoo(spec, seq_len, layers)
     if seq_len is not None:
         raise InputError(
             f"--seq-len applies to zoo models; {spec} makes its own batch: give it the length there"
         )
+    if layers is not None:
+        raise InputError(f"layers of {spec}: only zoo models are built with another number of them")
     where, _, name = spec.rpartition(":")
     function = getattr(_module(where, spec), name, None)
     if not callable(function):
@@ -111,7 +113,24 @@ def load_source(spec: str, *, seq_len: int | None = None) -> ModelSource:
     )
 
 
-def _from_zoo(name: str, seq_len: int | None) -> ModelSource:
+def zoo_sizes(spec: str) -> tuple[int | None, int | None, int]:
+    """A zoo model's tokens of a sample, the most that it has positions for, and its layers.
+
+    Raises InputError for a model of one's own, whose sizes are not autopar's to choose.
+    """
+    if ":" in spec:
+        raise InputError(
+            f"sizes of {spec}: a function builds it as it is; expected a zoo model (see 'autopar "
+            "zoo'), or ask for devices or micro-batch"
+        )
+    _from_zoo(spec, None, None)
+    from model_zoo.registry import ZOO
+
+    entry = ZOO[spec]
+    return entry.default_seq_len, entry.max_seq_len, entry.layers
+
+
+def _from_zoo(name: str, seq_len: int | None, layers: int | None) -> ModelSource:
     from model_zoo.registry import ZOO
 
     if name not in ZOO:
@@ -122,9 +141,15 @@ def _from_zoo(name: str, seq_len: int | None) -> ModelSource:
             "package.module:function or path/file.py:function"
         )
     entry = ZOO[name]
+    if seq_len is not None and entry.max_seq_len is not None and seq_len > entry.max_seq_len:
+        raise InputError(
+            f"--seq-len {seq_len}: {name} has positions for {entry.max_seq_len} tokens; give at "
+            "most as many"
+        )
 
     def make(samples: int | None) -> Built:
-        return entry.build(), entry.example(samples or entry.default_batch, seq_len), None
+        model = entry.build() if layers is None else entry.build_layers(layers)
+        return model, entry.example(samples or entry.default_batch, seq_len), None
 
     return ModelSource(
         name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -26,7 +26,9 @@ class ModelSpec:
     `build()` and `example(batch, seq_len)` create on torch's default device, so that
     `with torch.device("meta")` gives a model of any size without memory. `example` draws the same
     values every time; `seq_len` None means `default_seq_len`, and models without a sequence dim
-    ignore it. `num_parameters` counts tied parameters once.
+    ignore it. `num_parameters` counts tied parameters once. `build_layers(n)` is the model with `n`
+    layers instead of its own `layers`; `max_seq_len` is the longest sequence that it has positions
+    for, None where it takes any.
     """
 
     name: str
@@ -37,6 +39,9 @@ class ModelSpec:
     default_seq_len: int | None
     num_parameters: int
     source: str
+    layers: int
+    build_layers: Callable[[int], nn.Module]
+    max_seq_len: int | None = None
 
 
 def load(name: str) -> ModelSpec:
@@ -66,6 +71,8 @@ def _mlp(
         default_seq_len=None,
         num_parameters=num_parameters,
         source="ours",
+        layers=num_layers,
+        build_layers=lambda layers: MLP(layers, hidden, bias=True, activation="gelu"),
     )
 
 
@@ -90,6 +97,9 @@ def _gpt(name: str, num_parameters: int, source: str, config: GPTConfig) -> Mode
         default_seq_len=config.seq_len,
         num_parameters=num_parameters,
         source=source,
+        layers=config.layers,
+        build_layers=lambda layers: GPT(replace(config, layers=layers)),
+        max_seq_len=config.seq_len,
     )
 
 
@@ -105,6 +115,8 @@ def _llama(
         default_seq_len=seq_len,
         num_parameters=num_parameters,
         source=source,
+        layers=config.layers,
+        build_layers=lambda layers: Llama(replace(config, layers=layers)),
     )
 
 
@@ -115,10 +127,11 @@ def _moe(
     seq_len: int,
     config: CapacityConfig | DroplessConfig | DeepSeekConfig,
 ) -> ModelSpec:
-    def build() -> nn.Module:
-        if isinstance(config, CapacityConfig):
-            return CapacityModel(config)
-        return DroplessModel(config) if isinstance(config, DroplessConfig) else DeepSeek(config)
+    def build(layers: int = config.layers) -> nn.Module:
+        sized = replace(config, layers=layers)
+        if isinstance(sized, CapacityConfig):
+            return CapacityModel(sized)
+        return DroplessModel(sized) if isinstance(sized, DroplessConfig) else DeepSeek(sized)
 
     return ModelSpec(
         name=name,
@@ -129,6 +142,8 @@ def _moe(
         default_seq_len=seq_len,
         num_parameters=num_parameters,
         source=source,
+        layers=config.layers,
+        build_layers=build,
     )
 
 

@@ -8,7 +8,7 @@ from autopar.commands import cluster_of, planning_options, print_result
 from autopar.costs.clusters import resized
 from autopar.progress import progress
 
-_DONE = 0
+_DONE, _NO = 0, 1
 
 
 def sweep(options: Namespace) -> int:
@@ -25,3 +25,16 @@ def sweep(options: Namespace) -> int:
         result = plan_all(source, clusters, request, report, weak=options.weak)
     print_result(options, result.as_dict(), result.text)
     return _DONE
+
+
+def fit(options: Namespace) -> int:
+    """Find the size that fits; the answer is no where none does."""
+    from autopar.compiler import load_source
+    from autopar.questions.fit import fit as find
+
+    request = planning_options(options)
+    source = load_source(options.model, seq_len=options.seq_len)
+    with progress() as report:
+        result = find(options.size, source, cluster_of(options, report), request, report)
+    print_result(options, result.as_dict(), result.text)
+    return _DONE if result.best else _NO
