@@ -159,16 +159,16 @@ class StagePlan:
     """One pipeline stage: its ranks, blocks, parameters and what they are predicted to cost.
 
     `time_s` has `forward`, `backward` (recompute included), `send_forward`, `send_backward` per
-    micro-batch, `gradient_sync` (what is left of it once the last backward has ended), `optimizer`
-    and `weight_gather` (of the weights that ranks update shares of) per step; where the schedule
-    splits the backward, `backward_weight` is the part of `backward` that computes weight gradients.
-    `communication_s` has what of it compute waits for, and what runs beside (see
-    `schedules.step.StageLoad`). `memory_bytes` sums
-    to the peak per rank, over all stages of the rank where it has several: what it has once (a
-    reserve, message buffers, the largest transient) stands on one of them. A term is the most there
-    is of it, and `not_at_once`, below zero, takes off what is not there at the same time.
-    `held_bytes` are the fields of `schedules.held.StageMemory`: what the stage holds around each of
-    its actions. `in_flight` is its own peak of micro-batches.
+    micro-batch; where the schedule splits the backward, `backward_weight` is the part of `backward`
+    that computes weight gradients. Per step it has `gradient_sync`, what is left of it once the
+    last backward has ended; `tied_sync`, the sums between stages that hold one parameter;
+    `optimizer`; and `weight_gather` of the weights that ranks update shares of. `communication_s`
+    has what of this compute waits for, and what runs beside (`schedules.step.StageLoad`).
+    `memory_bytes` sums to the peak per rank, over all stages of the rank where it has several: what
+    it has once (a reserve, message buffers, the largest transient) stands on one of them. A term is
+    the most there is of it, and `not_at_once`, below zero, takes off what is not there at the same
+    time. `held_bytes` are the fields of `schedules.held.StageMemory`: what the stage holds around
+    each of its actions. `in_flight` is its own peak of micro-batches.
     """
 
     index: int

@@ -50,11 +50,25 @@ def stage_loads(
     stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster
 ) -> tuple[StageLoad, ...]:
     """What every stage asks of its ranks."""
-    shares = _shares_links(stages, axes, cluster)
-    return tuple(_load(stage, shares) for stage in stages)
+    shares, tied = _shares_links(stages, axes, cluster), _tied_ranks(stages)
+    return tuple(_load(stage, shares, tied[stage.index]) for stage in stages)
 
 
-def _load(stage: StagePlan, shares_links: bool) -> StageLoad:
+def _tied_ranks(stages: Sequence[StagePlan]) -> dict[int, tuple[int, ...]]:
+    """For every stage the pipeline ranks, its own too, that hold trained parameters of it."""
+    rank_of = {s.index: rank for rank, group in enumerate(rank_groups(stages)) for s in group}
+    holders: dict[str, set[int]] = {}
+    for stage in stages:
+        for parameter in stage.parameters:
+            if parameter.trainable:
+                holders.setdefault(parameter.fqn, set()).add(rank_of[stage.index])
+    return {
+        stage.index: tuple(sorted(set().union(*(holders.get(p.fqn, ()) for p in stage.parameters))))
+        for stage in stages
+    }
+
+
+def _load(stage: StagePlan, shares_links: bool, tied_ranks: tuple[int, ...]) -> StageLoad:
     times, beside = dict(stage.time_s), dict(stage.communication_s)
     return StageLoad(
         forward_s=times.get("forward", 0.0),
@@ -70,6 +84,8 @@ def _load(stage: StagePlan, shares_links: bool) -> StageLoad:
         sum_beside_s=beside.get("sum_beside", 0.0),
         sum_left_s=beside.get("sum_left", 0.0),
         sync_s=times.get("gradient_sync", 0.0),
+        tied_s=times.get("tied_sync", 0.0),
+        tied_ranks=tied_ranks,
         optimizer_s=times.get("optimizer", 0.0),
         gather_s=times.get("weight_gather", 0.0),
         shares_links=shares_links,

@@ -156,6 +156,10 @@ def _once(step: Step, rank: int, own: Sequence[int]) -> Iterator[Slice]:
     if step.sync_end_s[rank] > step.sync_begin_s[rank]:
         span = step.sync_begin_s[rank], step.sync_end_s[rank]
         yield _collective(rank, "sum gradients", *span)
+    tied_s = sum(step.loads[stage].tied_s for stage in own)
+    if tied_s:
+        span = step.meet_s[rank] - tied_s, step.meet_s[rank]
+        yield _collective(rank, "sum gradients of tied parameters", *span)
 
 
 def _collective(rank: int, name: str, start_s: float, end_s: float, **args: Any) -> Slice:

@@ -1,7 +1,8 @@
 """A whole training step by events: update, action lists, gradient sums, and what each rank holds.
 
 Steps follow each other. All ranks meet where the loss is summed over all of them, which is after
-their gradients are summed and before their optimizers step. From one such meeting to the next a
+their gradients are summed, those of parameters on several ranks between these too, and before their
+optimizers step. From one such meeting to the next a
 rank steps its optimizer, gathers the weights that it updated a share of, runs its action list, and
 sums its gradients; the ranks that come late into a pipeline update while it fills. A schedule that
 never drains has no meeting: every backward is followed by its sum and update, and the step is that
@@ -10,9 +11,9 @@ of the steady state.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.schedules.action import Action, ActionKind, Schedule
 from autopar.schedules.endless import closing
@@ -23,6 +24,8 @@ from autopar.schedules.simulate import simulate
 from autopar.schedules.timeline import StageTimes, Timeline
 
 _K = ActionKind
+_RECEIVES = frozenset(kind for kind in ActionKind if kind.is_recv)
+_SENDS = frozenset(kind for kind in ActionKind if kind.is_send)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,8 @@ class StageLoad:
     gradients; `*_beside_s` run beside compute. The sends are to the next stage and to the one
     before. Once a step: `last_backward_s` more in the last backward and `sum_beside_s` beside it,
     `sync_s` after it, of which `sum_left_s` go on at its end and the rest begins when the rank has
-    run its list; `optimizer_s`, and `gather_s` to gather updated weights. `shares_links`: what runs
+    run its list; `tied_s` to sum gradients with the pipeline ranks in `tied_ranks`, once all these
+    are there; `optimizer_s`, and `gather_s` to gather updated weights. `shares_links`: what runs
     beside compute takes the links that messages take.
     """
 
@@ -51,6 +55,8 @@ class StageLoad:
     sum_beside_s: float = 0.0
     sum_left_s: float = 0.0
     sync_s: float = 0.0
+    tied_s: float = 0.0
+    tied_ranks: tuple[int, ...] = ()
     optimizer_s: float = 0.0
     gather_s: float = 0.0
     shares_links: bool = False
@@ -93,8 +99,9 @@ class RankTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A simulated step. Times count from where all ranks meet; `sync_begin_s` and `sync_end_s` are
-    those of each rank's sums of gradients after its list, `memory` what it holds from 0 on."""
+    """A simulated step. Times count from where all ranks meet; `begin_s` is when each begins its
+    list, `sync_begin_s` and `sync_end_s` are those of its sums of gradients after the list, and at
+    `meet_s` it has those between ranks too."""
 
     loads: tuple[StageLoad, ...]
     timeline: Timeline
@@ -102,8 +109,14 @@ class Step:
     begin_s: tuple[float, ...]
     sync_begin_s: tuple[float, ...]
     sync_end_s: tuple[float, ...]
+    meet_s: tuple[float, ...]
     ranks: tuple[RankTime, ...]
-    memory: tuple[tuple[Point, ...], ...]
+
+    @property
+    def memory(self) -> tuple[tuple[Point, ...], ...]:
+        """What each rank holds from time 0 on; computed anew."""
+        sync_s = tuple(zip(self.sync_begin_s, self.sync_end_s, strict=True))
+        return _curves(self.timeline, self.loads, _stages_of(self.timeline.schedule), sync_s)
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -139,50 +152,49 @@ def simulate_step(
     takes by itself (`sharing`). Raises InputError as `simulate` does.
     """
     stages = _stages_of(schedule)
-    flushes = schedule.flushes
     begin_s = tuple(
-        sum(loads[s].optimizer_s + loads[s].gather_s for s in own) if flushes else 0.0
+        sum(loads[s].optimizer_s + loads[s].gather_s for s in own) if schedule.flushes else 0.0
         for own in stages
     )
-    times = stage_times(loads, flushes=flushes)
-    timeline = simulate(schedule, times, overlap, begin_s)
-    sync_begin_s, sync_end_s = list(timeline.finish_s), list(timeline.finish_s)
-    if flushes:
-        for rank, own in enumerate(stages):
-            going_on_s = _sums_left(timeline, rank, loads)
-            sync_begin_s[rank] = max(timeline.finish_s[rank], going_on_s)
-            late_s = sum(loads[s].sync_s - loads[s].sum_left_s for s in own)
-            sync_end_s[rank] = sync_begin_s[rank] + late_s
+    timeline = simulate(schedule, stage_times(loads, flushes=schedule.flushes), overlap, begin_s)
+    sync_begin_s, sync_end_s = _sums_s(timeline, stages, loads)
     paces = (1.0,) * schedule.num_ranks
-    if flushes and slowdown > 1 and schedule.num_ranks > 1:
+    if schedule.flushes and slowdown > 1 and schedule.num_ranks > 1:
         late = [end - finish for end, finish in zip(sync_end_s, timeline.finish_s, strict=True)]
         shared = share_cores(timeline, slowdown, begin_s, late)
         busy = zip(shared.timeline.busy_s, timeline.busy_s, strict=True)
         paces = tuple(now / alone if alone else 1.0 for now, alone in busy)
         timeline, begin_s = shared.timeline, shared.begin_s
-        sync_begin_s, sync_end_s = list(timeline.finish_s), list(shared.end_s)
-    step_s = max(sync_end_s)
+        sync_begin_s, sync_end_s = timeline.finish_s, shared.end_s
+    tied_s = [sum(loads[s].tied_s for s in own) for own in stages]
+    meet_s = _tied(sync_end_s, tied_s, [load.tied_ranks for load in loads if load.tied_s])
+    frames = [
+        _Frame(begin, end - finish + tied, max(meet_s))
+        for begin, end, finish, tied in zip(
+            begin_s, sync_end_s, timeline.finish_s, tied_s, strict=True
+        )
+    ]
     return Step(
         loads=tuple(loads),
         timeline=timeline,
-        step_s=step_s,
+        step_s=max(meet_s),
         begin_s=begin_s,
-        sync_begin_s=tuple(sync_begin_s),
-        sync_end_s=tuple(sync_end_s),
+        sync_begin_s=sync_begin_s,
+        sync_end_s=sync_end_s,
+        meet_s=meet_s,
         ranks=tuple(
-            _rank_time(
-                timeline,
-                rank,
-                _at_pace(loads, pace),
-                begin_s[rank],
-                sync_end_s[rank],
-                step_s,
-                overlap,
-            )
-            for rank, pace in enumerate(paces)
+            _rank_time(timeline, rank, own, _at_pace(loads, paces[rank]), frames[rank], overlap)
+            for rank, own in enumerate(stages)
         ),
-        memory=_curves(timeline, loads, stages, tuple(zip(sync_begin_s, sync_end_s, strict=True))),
     )
+
+
+class _Frame(NamedTuple):
+    """When a rank begins its list, what it takes for sums after it, and the step."""
+
+    begin_s: float
+    sums_s: float
+    step_s: float
 
 
 def _at_pace(loads: Sequence[StageLoad], pace: float) -> Sequence[StageLoad]:
@@ -222,52 +234,58 @@ def _stages_of(schedule: Schedule) -> list[list[int]]:
     return stages
 
 
-def _sums_left(timeline: Timeline, rank: int, loads: Sequence[StageLoad]) -> float:
-    """When the sums of gradients that began in last backwards end."""
-    ends = {
-        action.stage: end_s
-        for action, end_s in zip(timeline.schedule.ranks[rank], timeline.end_s[rank], strict=True)
-        if action.kind is _K.BACKWARD
-    }
-    left = [end_s + loads[s].sum_left_s for s, end_s in ends.items() if loads[s].sum_left_s]
-    return max(left, default=0.0)
+def _tied(
+    ends_s: Sequence[float], tied_s: Sequence[float], groups: Iterable[tuple[int, ...]]
+) -> tuple[float, ...]:
+    """When each rank is done with the sums between ranks, group after group."""
+    done_s = list(ends_s)
+    for ranks in sorted(set(groups)):
+        end_s = max(done_s[rank] for rank in ranks) + max(tied_s[rank] for rank in ranks)
+        for rank in ranks:
+            done_s[rank] = end_s
+    return tuple(done_s)
+
+
+def _sums_s(
+    timeline: Timeline, stages: Sequence[Sequence[int]], loads: Sequence[StageLoad]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """When each rank goes on to sum gradients after its list, and when it is done with its own."""
+    if not timeline.schedule.flushes:
+        return timeline.finish_s, timeline.finish_s
+    begin_s = list(timeline.finish_s)
+    if any(load.sum_left_s for load in loads):
+        for rank, row in enumerate(timeline.schedule.ranks):
+            spans = zip(row, timeline.end_s[rank], strict=True)
+            last_s = {a.stage: end_s for a, end_s in spans if a.kind is _K.BACKWARD}
+            for stage, end_s in last_s.items():
+                begin_s[rank] = max(begin_s[rank], end_s + loads[stage].sum_left_s)
+    late_s = [sum(loads[s].sync_s - loads[s].sum_left_s for s in own) for own in stages]
+    return tuple(begin_s), tuple(map(sum, zip(begin_s, late_s, strict=True)))
 
 
 def _rank_time(
     timeline: Timeline,
     rank: int,
+    own: Sequence[int],
     loads: Sequence[StageLoad],
-    begin_s: float,
-    sync_end_s: float,
-    step_s: float,
+    frame: _Frame,
     overlap: bool,
 ) -> RankTime:
-    row, flushes = timeline.schedule.ranks[rank], timeline.schedule.flushes
-    counts = Counter((action.kind, action.stage) for action in row)
-    own = {action.stage for action in row}
-    often = 1 if flushes else timeline.schedule.num_micro_batches
+    flushes, many = timeline.schedule.flushes, timeline.schedule.num_micro_batches
+    often = 1 if flushes else many
     optimizer_s = often * sum(loads[s].optimizer_s for s in own)
-    passes_s = waits_s = 0.0
-    for (kind, stage), count in counts.items():
-        load = loads[stage]
-        if kind is _K.FORWARD:
-            passes_s += count * load.forward_s
-            waits_s += count * load.forward_waits_s
-        elif kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
-            extra_s = load.last_backward_s if kind is _K.BACKWARD and flushes else 0.0
-            whole = kind is _K.BACKWARD
-            passes_s += count * (load.backward_s - (0.0 if whole else load.backward_weight_s))
-            passes_s += extra_s
-            waits_s += count * load.backward_waits_s + extra_s
-        elif kind is _K.BACKWARD_WEIGHT:
-            passes_s += count * load.backward_weight_s
-    if flushes:
-        once_s = begin_s - optimizer_s + sync_end_s - timeline.finish_s[rank]
-    else:
-        once_s = often * sum(loads[s].sync_s + loads[s].gather_s for s in own)
-    compute_s, collectives_s = passes_s - waits_s + optimizer_s, waits_s + once_s
-    left_s = max(0.0, step_s - compute_s - collectives_s)
-    messages_s = min(left_s, _message_waits_s(timeline, rank, loads, begin_s, overlap))
+    gather_s = often * sum(loads[s].gather_s for s in own)
+    updates_s = 0.0 if flushes else often * sum(loads[s].update_s for s in own)
+    waits_s = many * sum(loads[s].forward_waits_s + loads[s].backward_waits_s for s in own)
+    longer = {s for s in own if flushes and loads[s].last_backward_s}
+    if longer:
+        whole = {a.stage for a in timeline.schedule.ranks[rank] if a.kind is _K.BACKWARD}
+        waits_s += sum(loads[s].last_backward_s for s in longer & whole)
+    sums_s = frame.sums_s if flushes else often * sum(loads[s].sync_s for s in own)
+    compute_s = timeline.busy_s[rank] - updates_s - waits_s + optimizer_s
+    collectives_s = waits_s + gather_s + sums_s
+    left_s = max(0.0, frame.step_s - compute_s - collectives_s)
+    messages_s = min(left_s, _message_waits_s(timeline, rank, loads, frame.begin_s, overlap))
     return RankTime(
         compute_s=compute_s,
         collectives_s=collectives_s,
@@ -286,15 +304,16 @@ def _message_waits_s(
     if not overlap:
         spans = zip(row, starts, ends, strict=True)
         return sum(end_s - start_s for a, start_s, end_s in spans if not a.kind.is_compute)
-    waited_s, free_s = 0.0, begin_s
+    waited_s, free_s, flushes = 0.0, begin_s, timeline.schedule.flushes
     for action, start_s, end_s in zip(row, starts, ends, strict=True):
-        if action.kind.is_compute:
+        if action.kind in _RECEIVES:
+            if end_s > free_s:
+                waited_s += end_s - max(free_s, start_s)
+                free_s = end_s
+        elif action.kind not in _SENDS:
             free_s = end_s
-            if action.kind is _K.BACKWARD and not timeline.schedule.flushes:
+            if action.kind is _K.BACKWARD and not flushes:
                 free_s += loads[action.stage].update_s
-        elif action.kind.is_recv and end_s > free_s:
-            waited_s += end_s - max(free_s, start_s)
-            free_s = end_s
     return waited_s
 
 

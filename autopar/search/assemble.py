@@ -33,7 +33,7 @@ from autopar.search.recompute import Again
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
 from autopar.search.state import PREFETCHED, held_bytes
-from autopar.search.step_times import stage_seconds
+from autopar.search.step_times import stage_seconds, tied_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,12 +225,13 @@ def stage_plans(
         ],
     )
     by_name = {variant.name: variant for variant in found}
+    tied_s = tied_seconds(pricer, grid, own)
     stages = []
     for index, (blocks, options) in enumerate(own):
         ranks = stage_ranks(grid, index)
         sends_s = _sends_s(pricer, grid, index, blocks)
         seconds = stage_seconds(
-            pricer, grid, blocks, options, sends_s, elsewhere=held[index].elsewhere
+            pricer, grid, blocks, options, sends_s, tied_s[index], held[index].elsewhere
         )
         stages.append(
             StagePlan(

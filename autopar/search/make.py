@@ -37,6 +37,7 @@ from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
 _UNMEASURED = 5
+_BUSY = ("forward", "backward", "gradient_sync", "tied_sync", "optimizer", "weight_gather")
 
 
 def fastest_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
@@ -126,13 +127,13 @@ def _slowest(
     grid: Grid, step: Step, stages: Sequence[StagePlan], groups: Sequence[Sequence[StagePlan]]
 ) -> Terms:
     """Where the step of the rank that ends last goes."""
-    slowest = groups[max(range(len(groups)), key=lambda rank: step.sync_end_s[rank])]
+    slowest = groups[max(range(len(groups)), key=lambda rank: step.meet_s[rank])]
     terms = [dict(stage.time_s) for stage in stages]
     runs = {"forward": grid.micro_batches, "backward": grid.micro_batches}
     often = 1 if grid.pipe.flushes else grid.micro_batches
     busy = {
-        name: runs.get(name, often) * sum(terms[stage.index][name] for stage in slowest)
-        for name in ("forward", "backward", "gradient_sync", "optimizer", "weight_gather")
+        name: runs.get(name, often) * sum(terms[stage.index].get(name, 0.0) for stage in slowest)
+        for name in _BUSY
     }
     busy["waiting"] = max(0.0, step.step_s - sum(busy.values()))
     return tuple(busy.items())

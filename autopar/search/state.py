@@ -13,7 +13,7 @@ several micro-batches add up in a whole buffer, since they are reduced once a st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -199,20 +199,11 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
             once_s = _seconds(pricer, grid, gather_collectives(pricer, grid, ref, state))
             gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
         if source.trainable:
-            for each in sync_collectives(pricer, grid, ref, state):
-                # a weight that lies in shards is summed by itself, others together
-                alone = state.level == 3 and each[0] in SUMS
-                seconds = (
-                    pricer.joined_s(grid, *each)
-                    if alone
-                    else bucket_share_s(pricer, grid, each, prices.local_bytes(ref, state.layout))
-                )
+            for each, seconds in sync_seconds(pricer, grid, ref, state):
                 sync_s += seconds
                 early = state.level in setting.execution.early_sync and each[0] in SUMS
                 early_s += seconds * early
-            shape = prices.local_shape(ref, state.stored or state.layout)
-            moved = optimizer_bytes(pricer, ref, state, prices)
-            optimizer_s += update_s(pricer, shape, moved)
+            optimizer_s += optimizer_seconds(pricer, grid, ref, state)
             if state.level >= 2 and grid.micro_batches == 1:
                 unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
                     1
@@ -289,6 +280,29 @@ def sync_collectives(
     if split and state.level < 3:
         found.append((CollectiveOp.ALL_GATHER, whole, split))
     return tuple(found)
+
+
+def sync_seconds(
+    pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
+) -> Iterator[tuple[Collective, float]]:
+    """Each of the `sync_collectives` with its seconds: a weight that lies in shards is summed by
+    itself, others in buckets."""
+    local_bytes = pricer.prices(grid).local_bytes(ref, state.layout)
+    for each in sync_collectives(pricer, grid, ref, state):
+        alone = state.level == 3 and each[0] in SUMS
+        yield (
+            each,
+            pricer.joined_s(grid, *each)
+            if alone
+            else bucket_share_s(pricer, grid, each, local_bytes),
+        )
+
+
+def optimizer_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
+    """Seconds of the optimizer's step on this rank's share of a parameter."""
+    prices = pricer.prices(grid)
+    shape = prices.local_shape(ref, state.stored or state.layout)
+    return update_s(pricer, shape, optimizer_bytes(pricer, ref, state, prices))
 
 
 def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[Collective]) -> float:

@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.costs.compute import memory_s
+from autopar.costs.collectives import axis_collective_time_s
 from autopar.ir.blocks import Block
+from autopar.ir.cluster import Axis
 from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.ir.precision import grad_dtype
 from autopar.plan.buckets import GradientEntry, buckets
 from autopar.plan.plan import Terms
 from autopar.schedules.stage_pass import (
@@ -21,7 +24,7 @@ from autopar.schedules.stage_pass import (
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
-from autopar.search.state import optimizer_bytes, sync_collectives
+from autopar.search.state import ParameterState, optimizer_seconds, sync_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +57,13 @@ def stage_seconds(
     blocks: Sequence[Block],
     options: Sequence[ClassOption],
     sends_s: tuple[float, float],
+    tied_s: float = 0.0,
     elsewhere: Collection[str] = (),
 ) -> StageSeconds:
     """What a stage takes.
 
-    `sends_s` are to the next stage and the one before. Parameters whose source is `elsewhere` are
-    updated with another stage of the rank.
+    `sends_s` are to the next stage and the one before, `tied_s` is what sums between stages take.
+    Parameters whose source is `elsewhere` are updated with another stage of the rank.
     """
     overlap = Overlap(beside=options[0].overlaps, hidden=options[0].hidden)
     costs = list(_updates(pricer, grid, blocks, options, elsewhere))
@@ -81,11 +85,44 @@ def stage_seconds(
             ("send_forward", sends_s[0]),
             ("send_backward", sends_s[1]),
             ("gradient_sync", sync_s),
+            *((("tied_sync", tied_s),) if tied_s else ()),
             ("optimizer", sum(cost.optimizer_s for _, cost in costs)),
             ("weight_gather", sum(cost.gather_s for _, cost in costs)),
         ),
         communication_s=_communication(forward, backward, last),
     )
+
+
+def tied_seconds(
+    pricer: Pricer, grid: Grid, stages: Sequence[tuple[Sequence[Block], Sequence[ClassOption]]]
+) -> list[float]:
+    """Per stage the seconds that sums of gradients between the ranks of several stages take; where
+    a rank has several of these, with its first."""
+    setting, prices, place = pricer.setting, pricer.prices(grid), grid.pipe.placement
+    found: dict[str, dict[int, tuple[int, ParameterState]]] = {}
+    for index, (blocks, options) in enumerate(stages):
+        for block, option in zip(blocks, options, strict=True):
+            first, by_name = setting.chain.representative(block.class_index), dict(option.states)
+            for ref, model in zip(block.parameters, first.parameters, strict=True):
+                if setting.sources[ref.name].trainable:
+                    state = by_name[setting.sources[model.name].fqn]
+                    found.setdefault(ref.name, {}).setdefault(place[index], (index, state))
+    seconds = [0.0] * len(stages)
+    for name, holders in found.items():
+        if len(holders) == 1:
+            continue
+        ranks = sorted(holders)
+        apart = (ranks[-1] - ranks[0]) // (len(ranks) - 1)
+        axis = Axis(name="tied", size=len(ranks), stride=apart * grid.stage_devices)
+        state, dtype = holders[ranks[0]][1], setting.sources[name].spec.dtype
+        wider = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)] / DTYPE_BYTES[dtype]
+        nbytes = wider * prices.local_bytes(Ref(name), state.stored or state.layout)
+        once_s = axis_collective_time_s(
+            CollectiveOp.ALL_REDUCE, nbytes, axis, setting.cluster, measured=setting.profile
+        )
+        for index, _ in holders.values():
+            seconds[index] += once_s
+    return seconds
 
 
 def _communication(forward: StagePass, backward: StagePass, last: StagePass) -> Terms:
@@ -148,7 +185,7 @@ def _option_updates(
     Whole gradients, and what is left of a sum over the copies of a shard, wait for the end of the
     step at every level, unless `Execution.early_sync` has level 0: then none does.
     """
-    setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(option.states)
+    setting, by_name = pricer.setting, dict(option.states)
     early = setting.execution.early_sync
     found: list[UpdateCost | None] = []
     for ref in setting.chain.representative(block.class_index).parameters:
@@ -159,20 +196,19 @@ def _option_updates(
         state = by_name[source.fqn]
         seconds = {"early": 0.0, "late": 0.0, "gather": 0.0}
         nbytes, axes = 0, tuple[str, ...]()
-        for op, moved, over in sync_collectives(pricer, grid, ref, state):
+        for (op, moved, over), own_s in sync_seconds(pricer, grid, ref, state):
             what = "gather" if op is CollectiveOp.ALL_GATHER else "late"
             scatters = op is CollectiveOp.REDUCE_SCATTER
             if what == "late" and state.level in early and (scatters or 0 in early):
                 what, nbytes, axes = "early", nbytes + int(moved), over
-            seconds[what] += pricer.joined_s(grid, op, moved, over)
-        moved_bytes = optimizer_bytes(pricer, ref, state, prices)
+            seconds[what] += own_s
         found.append(
             UpdateCost(
                 name=ref.name,
                 level=state.level,
                 early_s=seconds["early"],
                 late_s=seconds["late"],
-                optimizer_s=memory_s(moved_bytes, pricer.device, kernels=0),
+                optimizer_s=optimizer_seconds(pricer, grid, ref, state),
                 gather_s=seconds["gather"],
                 nbytes=nbytes,
                 axes=axes,

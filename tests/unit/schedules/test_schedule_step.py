@@ -76,6 +76,19 @@ def test_a_sum_that_began_in_the_last_backward_goes_on_after_it():
     assert simulate_step(schedule, longer).step_s == 6.5 + 1.0
 
 
+def test_ranks_that_hold_one_parameter_wait_for_each_other():
+    """The last stage of three is done 4 s before the first, for which its sum waits."""
+    schedule = build_schedule("1f1b", 3, 3)
+    plain = simulate_step(schedule, [load(sync_s=1.0)] * 3)
+    assert plain.sync_end_s == (16.0, 14.0, 12.0)
+    tied = load(sync_s=1.0, tied_s=2.0, tied_ranks=(0, 2))
+    step = simulate_step(schedule, [tied, load(sync_s=1.0), tied])
+    assert step.meet_s == (18.0, 14.0, 18.0)
+    assert step.step_s == plain.step_s + 2
+    assert [rank.collectives_s for rank in step.ranks] == [3.0, 1.0, 3.0]
+    assert [rank.idle_s for rank in step.ranks] == [6.0, 8.0, 6.0]
+
+
 def test_the_last_backward_takes_longer():
     step = simulate_step(build_schedule("gpipe", 1, 3), [load(last_backward_s=0.5)])
     assert step.timeline.end_s == ((1.0, 2.0, 3.0, 5.0, 7.0, 9.5),)

@@ -12,9 +12,12 @@ from torch import nn
 
 from autopar.capture import capture, find_blocks
 from autopar.cli import main
+from autopar.compiler import PlanOptions, load_source, plan_source
 from autopar.costs.clusters import parse_cluster
+from autopar.costs.collectives import axis_collective_time_s
 from autopar.costs.execution import Execution
 from autopar.costs.memory import Training
+from autopar.ir.cluster import Axis
 from autopar.ir.precision import PRECISIONS
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.serialize import read_plan, write_plan
@@ -158,3 +161,21 @@ def test_trace_writes_a_file_whole(tmp_path, capsys):
     assert names == [f"ranks {2 * i}-{2 * i + 1}, stage {i}" for i in range(4)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json", "step.json"]
     assert main(["trace", str(path), "-o", str(tmp_path / "no" / "step.json")]) == 2
+
+
+def test_gradients_of_a_tied_embedding_are_summed_between_its_stages():
+    """Priced as the collective that the program is listed to run."""
+    source = load_source("gpt_tiny")
+    cluster = parse_cluster("2x4:a100-80gb")
+    pins = (("pipeline", "4"), ("data", "2"), ("schedule", "1f1b"), ("micro_batches", "4"))
+    options = PlanOptions(pins=pins, price_pins=False)
+    plan = plan_source(source, cluster, options).plan
+    (tied,) = {(c.op, c.nbytes) for c in plan.collectives if c.axes == ("tied",)}
+    first, last = plan.stages[0].ranks[0], plan.stages[-1].ranks[0]
+    axis = Axis(name="tied", size=2, stride=last - first)
+    times = [dict(stage.time_s).get("tied_sync", 0.0) for stage in plan.stages]
+    expected = axis_collective_time_s(*tied, axis, cluster)
+    assert times == [pytest.approx(expected), 0.0, 0.0, pytest.approx(expected)]
+    step = simulate_plan(plan)
+    assert step.meet_s[0] == step.meet_s[3] == step.step_s
+    assert dict(plan.prediction.time_s)["tied_sync"] == pytest.approx(expected)
