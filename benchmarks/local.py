@@ -2,9 +2,11 @@
 
 python benchmarks/local.py --cluster local:4 [--models gpt llama mlp] [--most 24] [--json]
 
-Ops and collectives of every model are profiled first, into `--database`. Step times are the fastest
-of `--steps`, since whatever else runs on the machine only adds to them; memory is what tensors hold
-at the peak of one more step. The machine should be idle, with a core for every process.
+Ops, collectives and the optimizer of every model are profiled first, into `--database`. Then all
+plans of a model run one after the other, `--rounds` times, so that drift of the machine hits all
+alike. The step time of a plan is the fastest of all its steps, since whatever else runs on the
+machine only adds to it; memory is what tensors hold at the peak of one more step. Processes may be
+more than cores: what they take from each other is a part of what is predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,9 @@ TAU, CLOSE, BELOW = 0.85, 0.05, 0.02
 """Bars: Kendall's tau of step times; how far the chosen plan may be from the best measured one, and
 predicted memory from measured; how far predicted memory may be under it."""
 
+CHOSEN = "chosen"
+"""What stands for the pins of the plan that is chosen without any."""
+
 Pins = tuple[tuple[str, str], ...]
 
 
@@ -68,19 +73,19 @@ def _tokens() -> dict[str, Tensor]:
 
 
 def gpt() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A GPT of 4 layers of 256."""
-    return GPT(GPTConfig(layers=4, hidden=256, heads=8, vocab=VOCAB, seq_len=TOKENS)), _tokens()
+    """A GPT of 4 layers of 384."""
+    return GPT(GPTConfig(layers=4, hidden=384, heads=8, vocab=VOCAB, seq_len=TOKENS)), _tokens()
 
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Llama of 4 layers of 256, with grouped queries."""
-    config = LlamaConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=768, vocab=VOCAB)
+    """A Llama of 4 layers of 384, with grouped queries."""
+    config = LlamaConfig(layers=4, hidden=384, heads=8, kv_heads=4, ffn=1024, vocab=VOCAB)
     return Llama(config), _tokens()
 
 
 def mlp() -> tuple[nn.Module, dict[str, Tensor]]:
-    """8 layers of 1024, and 256 samples."""
-    return MLP(8, 1024), {key: torch.randn(256, 1024) for key in ("x", "y")}
+    """8 layers of 1024, and 512 samples."""
+    return MLP(8, 1024), {key: torch.randn(512, 1024) for key in ("x", "y")}
 
 
 MODELS = {"gpt": gpt, "llama": llama, "mlp": mlp}
@@ -126,8 +131,9 @@ def _real(x: Any) -> bool:
     return isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter)
 
 
-def measure_job(job: Job) -> tuple[float, float]:
-    """Seconds of the fastest step, and bytes at the peak of one more, on this rank."""
+def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
+    """Seconds of the fastest step, and bytes at the peak of one more if it `weighs`, on this
+    rank."""
     model, batch, _ = build(job)
     cls = optimizer_class(job.optimizer)
     parallel = ParallelModel(
@@ -144,13 +150,16 @@ def measure_job(job: Job) -> tuple[float, float]:
         parallel.train_step(batch)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    gc.collect()
-    with Peak() as peak:
-        parallel.train_step(batch)
-    held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
-    held.pop("gradients")  # made inside the step
+    held_bytes = 0
+    if weighs:
+        gc.collect()
+        with Peak() as peak:
+            parallel.train_step(batch)
+        held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
+        held.pop("gradients")  # made inside the step
+        held_bytes = sum(held.values()) + peak.peak_bytes
     parallel.world.close()
-    return min(seconds[1:]), float(sum(held.values()) + peak.peak_bytes)
+    return min(seconds[1:]), float(held_bytes)
 
 
 def pin_sets(devices: int) -> Iterator[Pins]:
@@ -195,46 +204,63 @@ def memory_bytes(planned: Planned) -> float:
     )
 
 
-def runs(
-    name: str, captured: Captured, cluster: Cluster, options: PlanOptions, most: int, steps: int
-) -> Iterator[Run]:
-    """The plan that is chosen with nothing pinned, and those of the pin sets."""
-    pins: list[Pins] = [(), *list(pin_sets(cluster.num_devices))[:most]]
-    with WorkerPool(cluster.num_devices) as pool:
-        for chosen in pins:
-            text = ",".join("=".join(pin) for pin in chosen) or "chosen"
-            try:
-                planned = plan_captured(captured, cluster, replace(options, pins=chosen), name=name)
-            except AutoparError as error:
-                print(f"{name} {text}: {str(error)[:100]}", file=sys.stderr)
-                continue
-            measured = run(planned, name, pool, steps)
-            yield Run(
-                model=name,
-                pins=text,
-                grid=grid_text(planned.plan),
-                predicted_s=planned.plan.prediction.step_s,
-                measured_s=max(seconds for seconds, _ in measured),
-                predicted_bytes=memory_bytes(planned),
-                measured_bytes=max(nbytes for _, nbytes in measured),
-            )
+def plans(
+    name: str, captured: Captured, cluster: Cluster, options: PlanOptions, most: int
+) -> Iterator[tuple[str, Planned]]:
+    """The plan that is chosen with nothing pinned, and those of the pin sets, each plan once."""
+    seen = set[str]()
+    for pins in [(), *list(pin_sets(cluster.num_devices))[:most]]:
+        text = ",".join("=".join(pin) for pin in pins) or CHOSEN
+        try:
+            planned = plan_captured(captured, cluster, replace(options, pins=pins), name=name)
+        except AutoparError as error:
+            print(f"{name} {text}: {str(error)[:100]}", file=sys.stderr)
+            continue
+        plan = planned.plan
+        key = repr((plan.axes, plan.schedule, plan.training, plan.variants, plan.stages))
+        if key not in seen:
+            seen.add(key)
+            yield text, planned
 
 
-def run(planned: Planned, name: str, pool: WorkerPool, steps: int) -> list[tuple[float, float]]:
-    """Step seconds and peak bytes by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "program"
-        write_program(planned, target)
-        job = Job(
-            source=f"{Path(__file__).resolve()}:{name}",
-            seq_len=None,
-            folder=str(target),
-            dtype="float32",
-            samples=planned.plan.training.global_batch,
-            steps=steps,
-            constants=planned.captured.constants,
+def runs(name: str, found: Sequence[tuple[str, Planned]], rounds: int, steps: int) -> Iterator[Run]:
+    """The plans of a model, run `rounds` times in turn."""
+    size = found[0][1].plan.num_devices
+    fastest_s, most_bytes = [inf] * len(found), [0.0] * len(found)
+    with tempfile.TemporaryDirectory() as folder, WorkerPool(size) as pool:
+        jobs = [
+            _job(name, planned, Path(folder) / str(i), steps)
+            for i, (_, planned) in enumerate(found)
+        ]
+        for turn in range(rounds):
+            for index, job in enumerate(jobs):
+                measured = pool.run(measure_job, job, turn == 0)
+                fastest_s[index] = min(fastest_s[index], max(seconds for seconds, _ in measured))
+                most_bytes[index] = max(most_bytes[index], *(nbytes for _, nbytes in measured))
+            print(f"{name}: round {turn + 1} of {rounds} done", file=sys.stderr, flush=True)
+    for (text, planned), step_s, peak_bytes in zip(found, fastest_s, most_bytes, strict=True):
+        yield Run(
+            model=name,
+            pins=text,
+            grid=grid_text(planned.plan),
+            predicted_s=planned.plan.prediction.step_s,
+            measured_s=step_s,
+            predicted_bytes=memory_bytes(planned),
+            measured_bytes=peak_bytes,
         )
-        return pool.run(measure_job, job)
+
+
+def _job(name: str, planned: Planned, folder: Path, steps: int) -> Job:
+    write_program(planned, folder)
+    return Job(
+        source=f"{Path(__file__).resolve()}:{name}",
+        seq_len=None,
+        folder=str(folder),
+        dtype="float32",
+        samples=planned.plan.training.global_batch,
+        steps=steps,
+        constants=planned.captured.constants,
+    )
 
 
 def summary(found: Sequence[Run]) -> dict[str, Any]:
@@ -245,7 +271,7 @@ def summary(found: Sequence[Run]) -> dict[str, Any]:
     regret = {}
     for name in models:
         own = [r for r in found if r.model == name]
-        chosen = [r.measured_s for r in own if r.pins == "chosen"]
+        chosen = [r.measured_s for r in own if r.pins == CHOSEN]
         if chosen:
             regret[name] = chosen[0] / min(r.measured_s for r in own) - 1
     return {
@@ -268,7 +294,7 @@ def text(found: Sequence[Run], figures: Mapping[str, Any]) -> str:
         (
             r.model,
             r.grid,
-            r.pins if r.pins == "chosen" else r.pins.partition("tensor=")[2].partition(",")[2],
+            r.pins if r.pins == CHOSEN else r.pins.partition("tensor=")[2].partition(",")[2],
             f"{1e3 * r.predicted_s:.1f}",
             f"{1e3 * r.measured_s:.1f}",
             f"{r.predicted_s / r.measured_s:.2f}",
@@ -302,7 +328,8 @@ def main() -> None:
     parser.add_argument("--cluster", default="local:4")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--most", type=int, default=100, help="pin sets of each model to run")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a plan in each round")
     parser.add_argument("--database", default="build/local.sqlite")
     parser.add_argument("--budget", type=float, help="seconds of profiling for each model")
     parser.add_argument("--json", action="store_true")
@@ -326,10 +353,8 @@ def main() -> None:
         model, batch, loss_fn = build_meta(load_source(spec), options)
         captured = capture(model, batch, loss_fn=loss_fn)
         options = replace(options, profile=profile)
-        for one in runs(name, captured, cluster, options, given.most, given.steps):
-            found.append(one)
-            figures = (one.predicted_s, one.measured_s, one.predicted_bytes, one.measured_bytes)
-            print(one.model, one.grid, one.pins, *figures, file=sys.stderr, flush=True)
+        planned = list(plans(name, captured, cluster, options, given.most))
+        found += runs(name, planned, given.rounds, given.steps)
     result = summary(found)
     data = {"runs": list(map(asdict, found)), **result}
     print(json.dumps(data, indent=1) if given.json else text(found, result))

@@ -14,11 +14,19 @@ from autopar.search.pricer import Pricer
 Collective = tuple[CollectiveOp, float, tuple[str, ...]]
 """One on a parameter or its gradient: bytes, and the mesh axes that it joins."""
 
+SUMS = (CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE)
 
-def bucket_share_s(pricer: Pricer, grid: Grid, collective: Collective, local_bytes: int) -> float:
-    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket."""
+
+def bucket_share_s(
+    pricer: Pricer, grid: Grid, collective: Collective, level: int, local_bytes: int
+) -> float:
+    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket.
+
+    A gradient of a weight that lies in shards (ZeRO `level` 3) is summed by itself.
+    """
     op, nbytes, axes = collective
-    parts = pricer.prices(grid).bucket_parts(local_bytes)
+    alone = level == 3 and op in SUMS
+    parts = 1.0 if alone else pricer.prices(grid).bucket_parts(local_bytes)
     return pricer.joined_s(grid, op, parts * nbytes, axes) / parts
 
 

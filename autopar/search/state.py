@@ -26,7 +26,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
 from autopar.ir.precision import grad_dtype
 from autopar.plan.zero import shard_layout
-from autopar.search.bucket_times import Collective, bucket_share_s, update_s
+from autopar.search.bucket_times import SUMS, Collective, bucket_share_s, update_s
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
@@ -48,8 +48,6 @@ class ZeroChoice:
 
 
 UNSPLIT = ZeroChoice()
-
-SUMS = (CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
