@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autopar.costs.compute import memory_s
 from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
@@ -71,8 +72,8 @@ class StateCost:
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
     `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
     the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
-    it; `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that runs beside the
-    last backward.
+    it. `sum_s` per micro-batch to add up gradients. `sync_s` and `optimizer_s` per step, `early_s`
+    the part of `sync_s` that runs beside the last backward.
     """
 
     held: StateBytes
@@ -82,6 +83,7 @@ class StateCost:
     sync_s: float
     optimizer_s: float
     early_s: float = 0.0
+    sum_s: float = 0.0
 
     @property
     def gather_s(self) -> float:
@@ -188,7 +190,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
     gathered = unreduced = 0
     gathers: list[tuple[Ref, float, bool]] = []
-    sync_s = early_s = optimizer_s = 0.0
+    sync_s = early_s = optimizer_s = summed = 0.0
     for ref in block.parameters:
         source = setting.sources[ref.name]
         state = by_name[source.fqn]
@@ -201,6 +203,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
                 sync_s += seconds
                 early = state.level in setting.execution.early_sync and each[0] in SUMS
                 early_s += seconds * early
+            summed += accumulation_bytes(pricer, grid, ref, state)
             optimizer_s += optimizer_seconds(pricer, grid, ref, state)
             if state.level >= 2 and grid.micro_batches == 1:
                 unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
@@ -213,8 +216,18 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         gathers=tuple(gathers),
         sync_s=sync_s,
         early_s=early_s,
+        sum_s=memory_s(summed, pricer.device, kernels=0),
         optimizer_s=optimizer_s,
     )
+
+
+def accumulation_bytes(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
+    """Bytes moved per micro-batch to add a parameter's gradient to the sum of those before."""
+    setting, prices = pricer.setting, pricer.prices(grid)
+    dtype = setting.sources[ref.name].spec.dtype
+    wide = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)]
+    each = setting.execution.accumulation_bytes(DTYPE_BYTES[dtype], wide, grid.micro_batches)
+    return each * prod(prices.local_shape(ref, state.layout))
 
 
 def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
@@ -287,13 +300,7 @@ def sync_seconds(
     itself, others in buckets."""
     local_bytes = pricer.prices(grid).local_bytes(ref, state.layout)
     for each in sync_collectives(pricer, grid, ref, state):
-        alone = state.level == 3 and each[0] in SUMS
-        yield (
-            each,
-            pricer.joined_s(grid, *each)
-            if alone
-            else bucket_share_s(pricer, grid, each, local_bytes),
-        )
+        yield each, bucket_share_s(pricer, grid, each, state.level, local_bytes)
 
 
 def optimizer_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:

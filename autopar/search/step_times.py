@@ -76,7 +76,7 @@ def stage_seconds(
         [_backward(option, due_s) for option, due_s in zip(options, early_s, strict=True)], overlap
     )
     sync_s = sum(cost.early_s + cost.late_s for _, cost in costs) - sum(early_s) + last.left_s
-    weight_s = sum(option.cost.weight_s for option in options)
+    weight_s = sum(option.cost.weight_s + option.state.sum_s for option in options)
     return StageSeconds(
         time_s=(
             ("forward", forward.total_s),
@@ -149,10 +149,11 @@ def _forward(option: ClassOption) -> BlockWork:
 
 def _backward(option: ClassOption, reduce_s: float = 0.0) -> BlockWork:
     cost, again = option.cost, option.again
-    compute_s = cost.backward_compute_s + again.compute_s
+    compute_s = cost.backward_compute_s + again.compute_s + option.state.sum_s
+    own_s = cost.backward_s + again.time_s + option.state.sum_s
     return BlockWork(
         compute_s=compute_s,
-        collectives_s=max(0.0, cost.backward_s + again.time_s - compute_s),
+        collectives_s=max(0.0, own_s - compute_s),
         gather_s=option.state.gather_again_s(again.weights),
         reduce_s=reduce_s,
     )
