@@ -4,16 +4,18 @@ Where more ranks than cores compute at once, each gets an equal part of the core
 sharing): of `p` pipeline ranks whose compute takes `slowdown` times as long when all of them
 compute, `k` that compute at the same time run `min(slowdown, p / k)` times as fast as all would.
 A rank that waits leaves its part to the others, so a bubble costs less than on devices that stand
-alone, and imbalance nothing while the cores are busy.
+alone, and imbalance nothing while the cores are busy. Collectives take a rank's part of the cores
+as well (they move bytes through sockets), but are no faster where more is left: they go from rank
+to rank and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from autopar.schedules.action import Action, matching_recv
+from autopar.schedules.action import Action, ActionKind, matching_recv
 from autopar.schedules.timeline import Timeline
 
 
@@ -28,16 +30,20 @@ class Shared:
 
 
 def share_cores(
-    timeline: Timeline, slowdown: float, heads_s: Sequence[float], tails_s: Sequence[float]
+    timeline: Timeline,
+    slowdown: float,
+    heads_s: Sequence[float],
+    tails_s: Sequence[float],
+    waits_s: Mapping[tuple[ActionKind, int], float] | None = None,
 ) -> Shared:
     """The timeline with the cores shared.
 
     Its times are those of ranks that all compute; messages hide behind compute. `heads_s` is the
-    work of each rank before its list (the optimizer's step), `tails_s` that after it (gradients
-    summed); the times that a rank of `timeline` starts and ends at do not count, their differences
-    do.
+    compute of each rank before its list (the optimizer's step), `tails_s` its collectives after it
+    (gradients summed), `waits_s` those in an action of a kind and stage; the times that a rank of
+    `timeline` starts and ends at do not count, their differences do.
     """
-    run = _Run(timeline, heads_s, tails_s, slowdown)
+    run = _Run(timeline, heads_s, tails_s, slowdown, waits_s or {})
     run.all()
     shared = replace(
         timeline,
@@ -55,8 +61,9 @@ def share_cores(
 
 @dataclass(slots=True)
 class _Row:
-    """One rank. `left_s` is what its current action has left, `wakes_s` when a message it waits
-    for is there; neither where it waits for one that is not sent, or is done."""
+    """One rank. `left_s` is what its current action has left, of which the last `waits_s` are
+    collectives, and `wakes_s` when a message it waits for is there; neither where it waits for one
+    that is not sent, or is done."""
 
     actions: tuple[Action, ...]
     lengths_s: tuple[float, ...]
@@ -65,12 +72,28 @@ class _Row:
     begin_s: float = -1.0
     at: int = 0
     left_s: float | None = None
+    waits_s: float = 0.0
     wakes_s: float = inf
     link_free_s: float = 0.0
     busy_s: float = 0.0
     done_s: float = -1.0
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether the compute of the current action is done."""
+        return self.left_s is not None and self.left_s <= self.waits_s
+
+    @property
+    def next_s(self) -> float:
+        """What is left of the compute, or of the collectives after it."""
+        assert self.left_s is not None
+        return self.left_s if self.in_collective else self.left_s - self.waits_s
+
+    def begin(self, seconds: float, waits_s: float) -> None:
+        """Start an action."""
+        self.left_s, self.waits_s = seconds, min(waits_s, seconds)
 
 
 class _Run:
@@ -80,8 +103,9 @@ class _Run:
         heads_s: Sequence[float],
         tails_s: Sequence[float],
         slowdown: float,
+        waits_s: Mapping[tuple[ActionKind, int], float],
     ) -> None:
-        self.slowdown, self.now_s = slowdown, 0.0
+        self.slowdown, self.waits_s, self.now_s = slowdown, waits_s, 0.0
         self.sent: dict[Action, tuple[float, float]] = {}
         self.rows = [
             _Row(
@@ -109,17 +133,24 @@ class _Run:
             waking_s = min((row.wakes_s for row in self.rows), default=inf)
             if not active and waking_s == inf:
                 return
-            rate = min(self.slowdown, len(self.rows) / len(active)) if active else 0.0
-            least_s = min((row.left_s or 0.0 for row in active), default=inf)
-            passed_s = min(least_s / rate if active else inf, waking_s - self.now_s)
-            self.now_s += passed_s
-            for row in active:
-                assert row.left_s is not None
-                # exactly nothing is left of what ends now, whatever rounding says
-                ends = row.left_s == least_s and least_s <= passed_s * rate
-                row.left_s = 0.0 if ends else max(0.0, row.left_s - passed_s * rate)
-                if row.begin_s >= 0.0 and row.at < len(row.actions):
-                    row.busy_s += passed_s
+            self._pass(active, waking_s)
+
+    def _pass(self, active: Sequence[_Row], waking_s: float) -> None:
+        """Let time pass until something ends."""
+        waiting = [row for row in active if row.in_collective]
+        computing = len(active) - len(waiting)
+        rate = min(self.slowdown, (len(self.rows) - len(waiting)) / max(computing, 1))
+        ends_s = {id(row): row.next_s / (1.0 if row.in_collective else rate) for row in active}
+        passed_s = min(min(ends_s.values(), default=inf), waking_s - self.now_s)
+        self.now_s += passed_s
+        for row in active:
+            assert row.left_s is not None
+            pace = 1.0 if row.in_collective else rate
+            # what ends now ends exactly, whatever rounding says
+            done_s = row.next_s if ends_s[id(row)] <= passed_s else passed_s * pace
+            row.left_s = max(row.left_s - done_s, 0.0 if row.in_collective else row.waits_s)
+            if row.begin_s >= 0.0 and row.at < len(row.actions):
+                row.busy_s += passed_s
 
     def _advance(self, row: _Row) -> bool:
         """Go on with a rank until it computes or waits; whether anything happened."""
@@ -129,14 +160,14 @@ class _Run:
         if started and not self._ended(row):
             return True
         if row.begin_s < 0.0 and not started:
-            row.left_s = row.head_s
+            row.begin(row.head_s, 0.0)
             return True
         row.wakes_s = inf
         while row.at < len(row.actions):
             action, length_s = row.actions[row.at], row.lengths_s[row.at]
             if action.kind.is_compute:
                 row.starts_s.append(self.now_s)
-                row.left_s = length_s
+                row.begin(length_s, self.waits_s.get((action.kind, action.stage), 0.0))
                 return True
             if not self._message(row, action, length_s):
                 return started or row.at > before
@@ -144,7 +175,7 @@ class _Run:
         if row.link_free_s > self.now_s:  # the tail begins once all is sent
             row.wakes_s = row.link_free_s
             return started or row.at > before
-        row.left_s = row.tail_s
+        row.begin(row.tail_s, row.tail_s)
         return True
 
     def _ended(self, row: _Row) -> bool:

@@ -161,7 +161,7 @@ def simulate_step(
     paces = (1.0,) * schedule.num_ranks
     if schedule.flushes and slowdown > 1 and schedule.num_ranks > 1:
         late = [end - finish for end, finish in zip(sync_end_s, timeline.finish_s, strict=True)]
-        shared = share_cores(timeline, slowdown, begin_s, late)
+        shared = share_cores(timeline, slowdown, begin_s, late, _waits(loads))
         busy = zip(shared.timeline.busy_s, timeline.busy_s, strict=True)
         paces = tuple(now / alone if alone else 1.0 for now, alone in busy)
         timeline, begin_s = shared.timeline, shared.begin_s
@@ -195,6 +195,15 @@ class _Frame(NamedTuple):
     begin_s: float
     sums_s: float
     step_s: float
+
+
+def _waits(loads: Sequence[StageLoad]) -> dict[tuple[ActionKind, int], float]:
+    """The collectives in the actions of every stage."""
+    found = {}
+    for stage, load in enumerate(loads):
+        found[_K.FORWARD, stage] = load.forward_waits_s
+        found[_K.BACKWARD, stage] = found[_K.BACKWARD_INPUT, stage] = load.backward_waits_s
+    return found
 
 
 def _at_pace(loads: Sequence[StageLoad], pace: float) -> Sequence[StageLoad]:

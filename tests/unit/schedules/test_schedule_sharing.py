@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.schedules.action import ActionKind
 from autopar.schedules.registry import build_schedule
 from autopar.schedules.sharing import share_cores
 from autopar.schedules.simulate import simulate
@@ -48,9 +49,8 @@ def test_a_step_takes_what_the_cores_and_the_longest_path_take(step, slowdown):
 
 def test_one_core_for_all_is_never_idle():
     alone = timeline("gpipe", 4, 3)
-    found = share_cores(alone, 4.0, (0.5, 0.0, 2.0, 0.0), (1.0, 0.0, 0.0, 3.0))
-    assert max(found.end_s) == pytest.approx((sum(alone.busy_s) + 6.5) / 4)
-    assert found.timeline.step_s < max(found.end_s)
+    found = share_cores(alone, 4.0, (0.5, 0.0, 2.0, 0.0), (0.0,) * 4)
+    assert max(found.end_s) == pytest.approx((sum(alone.busy_s) + 2.5) / 4)
 
 
 def test_two_stages_by_hand():
@@ -58,9 +58,16 @@ def test_two_stages_by_hand():
     found = share_cores(timeline("1f1b", 2, 1), 2.0, (0.0, 0.0), (1.0, 1.0))
     shared, ends_s = found.timeline, found.end_s
     assert shared.end_s[1][-2:] == pytest.approx((2.0, 2.0))
-    # then the optimizer of the last stage runs beside the backward of the first, until it is done
-    # at 3 s; the first ends its backward at 3.5 s and its own optimizer's step at 4 s
-    assert ends_s == pytest.approx((4.0, 3.0))
+    # then the last stage sums gradients for 1 s beside the backward of the first, which has half of
+    # the cores until 3 s, ends at 3.5 s and sums for 1 s too: alone that is no faster
+    assert ends_s == pytest.approx((4.5, 3.0))
+
+
+def test_collectives_are_no_faster_alone():
+    waits_s = {(ActionKind.FORWARD, 0): 0.5, (ActionKind.BACKWARD, 0): 1.0}
+    found = share_cores(timeline("1f1b", 2, 1), 2.0, (0.0, 0.0), (0.0, 0.0), waits_s)
+    assert found.end_s[0] == pytest.approx((0.25 + 0.5) + 0.5 + 1.0 + (0.5 + 1.0))
+    assert found.timeline.busy_s == pytest.approx((2.25, 1.5))
 
 
 def test_a_message_is_waited_for():
