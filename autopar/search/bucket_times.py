@@ -11,23 +11,30 @@ from autopar.ir.collective import CollectiveOp
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 
-Collective = tuple[CollectiveOp, float, tuple[str, ...]]
+StateCollective = tuple[CollectiveOp, float, tuple[str, ...]]
 """One on a parameter or its gradient: bytes, and the mesh axes that it joins."""
 
 SUMS = (CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE)
 
 
 def bucket_share_s(
-    pricer: Pricer, grid: Grid, collective: Collective, level: int, local_bytes: int
+    pricer: Pricer, grid: Grid, collective: StateCollective, level: int, local_bytes: int
 ) -> float:
-    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket.
+    """Seconds of the part that a parameter of `local_bytes` has in a collective on a bucket."""
+    op, nbytes, axes = collective
+    parts = bucket_parts(pricer, grid, op, level, local_bytes)
+    return pricer.joined_s(grid, op, parts * nbytes, axes) / parts
+
+
+def bucket_parts(
+    pricer: Pricer, grid: Grid, op: CollectiveOp, level: int, local_bytes: int
+) -> float:
+    """How many parameters of `local_bytes` share a collective with this one.
 
     A gradient of a weight that lies in shards (ZeRO `level` 3) is summed by itself.
     """
-    op, nbytes, axes = collective
     alone = level == 3 and op in SUMS
-    parts = 1.0 if alone else pricer.prices(grid).bucket_parts(local_bytes)
-    return pricer.joined_s(grid, op, parts * nbytes, axes) / parts
+    return 1.0 if alone else pricer.prices(grid).bucket_parts(local_bytes)
 
 
 def update_s(pricer: Pricer, shape: tuple[int, ...], moved_bytes: float) -> float:

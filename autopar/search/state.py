@@ -27,7 +27,7 @@ from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout
 from autopar.ir.precision import grad_dtype
 from autopar.plan.zero import shard_layout
-from autopar.search.bucket_times import SUMS, Collective, bucket_share_s, update_s
+from autopar.search.bucket_times import SUMS, StateCollective, bucket_share_s, update_s
 from autopar.search.grid import Grid
 from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
@@ -255,7 +255,7 @@ def split_axes(state: ParameterState, prices: Prices) -> tuple[str, ...]:
 
 def gather_collectives(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
-) -> tuple[Collective, ...]:
+) -> tuple[StateCollective, ...]:
     """What gathers a weight that lies in shards for one pass of one micro-batch."""
     prices = pricer.prices(grid)
     if state.level < 3:
@@ -266,7 +266,7 @@ def gather_collectives(
 
 def sync_collectives(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
-) -> tuple[Collective, ...]:
+) -> tuple[StateCollective, ...]:
     """What sums a gradient once a step, in the dtype that gradients have, and then at levels 1 and
     2 gathers the updated weight."""
     prices, split = pricer.prices(grid), split_axes(state, pricer.prices(grid))
@@ -276,7 +276,7 @@ def sync_collectives(
     whole, stored = (
         prices.local_bytes(ref, layout) for layout in (state.layout, state.stored or state.layout)
     )
-    found: list[Collective] = []
+    found: list[StateCollective] = []
     if split:
         found.append((CollectiveOp.REDUCE_SCATTER, wider * whole, split))
     rest = [
@@ -295,7 +295,7 @@ def sync_collectives(
 
 def sync_seconds(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState
-) -> Iterator[tuple[Collective, float]]:
+) -> Iterator[tuple[StateCollective, float]]:
     """Each of the `sync_collectives` with its seconds: a weight that lies in shards is summed by
     itself, others in buckets."""
     local_bytes = pricer.prices(grid).local_bytes(ref, state.layout)
@@ -310,7 +310,7 @@ def optimizer_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterStat
     return update_s(pricer, shape, optimizer_bytes(pricer, ref, state, prices))
 
 
-def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[Collective]) -> float:
+def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[StateCollective]) -> float:
     return sum(pricer.joined_s(grid, *each) for each in collectives)
 
 

@@ -140,7 +140,9 @@ class Quick:
         tail = total["sync"] + early - hides * np.minimum(early, left)
         device = self.runs[0].device
         moved = np.array([block.optimizer_bytes for _, block in self._blocks])
-        tail += moved / (device.memory_bandwidth_bytes_s * c.memory)
+        bandwidth = device.memory_bandwidth_bytes_s * c.memory
+        tail += moved / bandwidth
+        backward += np.array([block.sum_bytes for _, block in self._blocks]) / bandwidth
         return self._together(
             forward + backward, tail, self._messages.sum(self._num_stages, 1, moves)
         )

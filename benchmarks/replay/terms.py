@@ -17,6 +17,7 @@ from autopar.ir.cluster import Axis
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.plan.flow import Move, move_bytes
+from autopar.search.bucket_times import bucket_parts
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
@@ -24,6 +25,7 @@ from autopar.search.stages import Staged, boundary_bytes
 from autopar.search.state import (
     SUMS,
     StateCollective,
+    accumulation_bytes,
     gather_collectives,
     optimizer_bytes,
     sync_collectives,
@@ -46,8 +48,9 @@ Bag = tuple[tuple[object, float], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTerms:
     """What a block runs: in a forward, in a backward, again in a backward; what gathers its
-    weights for either; once a step to sum gradients, `early` beside the last backward, and to step
-    the optimizer (bytes). `cold` is `ClassOption.cold`, 1 where nothing overlaps."""
+    weights for either; once a step to sum gradients, `early` beside the last backward. `sum_bytes`
+    are moved in a backward to add up gradients, `optimizer_bytes` to step the optimizer. `cold` is
+    `ClassOption.cold`, 1 where nothing overlaps."""
 
     forward: Bag
     backward: Bag
@@ -56,6 +59,7 @@ class BlockTerms:
     gather_again: Bag
     sync: Bag
     early: Bag
+    sum_bytes: float
     optimizer_bytes: float
     cold: float
 
@@ -173,12 +177,12 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
     bags: dict[str, list[tuple[object, float]]] = {
         name: [] for name in ("gather", "gather_again", "sync", "early")
     }
-    moved = 0
+    moved, summed = 0, 0.0
 
-    def add(name: str, collectives: Iterable[StateCollective]) -> None:
+    def add(name: str, collectives: Iterable[StateCollective], parts: float = 1.0) -> None:
         for op, nbytes, names in collectives:
             if routes := _routes(pricer, grid, names):
-                bags[name].append((Collective(op, nbytes, routes), 1.0))
+                bags[name].append((Collective(op, parts * nbytes, routes), 1 / parts))
 
     for ref in block.parameters:
         source = pricer.setting.sources[ref.name]
@@ -190,9 +194,16 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
         if source.trainable:
             is_early = own.level in pricer.setting.execution.early_sync
             for each in sync_collectives(pricer, grid, ref, own):
-                add("early" if is_early and each[0] in SUMS else "sync", (each,))
+                nbytes = pricer.prices(grid).local_bytes(ref, own.layout)
+                parts = bucket_parts(pricer, grid, each[0], own.level, nbytes)
+                add("early" if is_early and each[0] in SUMS else "sync", (each,), parts)
+            summed += accumulation_bytes(pricer, grid, ref, own)
             moved += optimizer_bytes(pricer, ref, own, pricer.prices(grid))
-    return {name: _bag(items) for name, items in bags.items()} | {"optimizer_bytes": float(moved)}
+    return {
+        **{name: _bag(items) for name, items in bags.items()},
+        "sum_bytes": summed,
+        "optimizer_bytes": float(moved),
+    }
 
 
 def _messages(pricer: Pricer, staged: Staged) -> dict[str, tuple[Bag, ...]]:

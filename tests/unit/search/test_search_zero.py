@@ -11,6 +11,8 @@ from torch import nn
 from autopar.capture import capture, find_blocks
 from autopar.compiler import PlanOptions, load_source, plan_model, plan_source
 from autopar.costs.clusters import parse_cluster
+from autopar.costs.compute import memory_s
+from autopar.costs.execution import Execution
 from autopar.costs.memory import Training
 from autopar.costs.optimizer_state import optimizer_op
 from autopar.costs.profiles import Machine, OpRecord, Profile, Timing
@@ -143,6 +145,16 @@ def test_the_optimizer_takes_what_was_measured(pricer):
     other = replace(profile, machine=replace(machine, row="h100-sxm"))
     foreign = Pricer(replace(found.setting, profile=other))
     assert cost(foreign, on, UNSPLIT) == cost(found, on, UNSPLIT)
+
+
+def test_adding_up_gradients_takes_a_pass_over_them_for_each_micro_batch_but_the_first(pricer):
+    found = pricer()
+    seconds = [cost(found, grid(micro_batches=count), UNSPLIT).sum_s for count in (1, 2, 4)]
+    nbytes = 3 * 4 * HIDDEN * HIDDEN
+    whole_s = memory_s(nbytes, found.device, kernels=0)
+    assert seconds == pytest.approx([0.0, whole_s / 2, 3 * whole_s / 4])
+    fused = replace(found.setting, execution=Execution(fuses_accumulation=True))
+    assert cost(Pricer(fused), grid(micro_batches=4), UNSPLIT).sum_s == 0.0
 
 
 def test_hybrid_sharding_reduces_the_shard_over_the_copies(pricer):
