@@ -1,14 +1,14 @@
 """Tensors between neighbouring stages.
 
-Sends are asynchronous: they never wait for the receiver, and keep the buffer alive until it is
-sent. Shapes are known on both sides, so nothing but data travels. Forward values and gradients have
-groups of their own, so that neither can hold up the other.
+Sends are asynchronous: they never wait for the receiver, and keep the buffer alive until the
+message is known to have arrived, from the backend or from what comes back (see
+`schedules.arrivals`). Shapes are known on both sides, so nothing but data travels. Forward values
+and gradients have groups of their own, so that neither can hold up the other.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,33 @@ from torch import Tensor
 
 from autopar.ir.collective import CollectiveOp
 from autopar.runtime.axes import BACKWARD, FORWARD, World
+from autopar.schedules.action import Action, ActionKind
 
 AXES = ("pipeline",)
 """The axes that a send is noted with."""
 
 
-class Channels:
-    """The messages of one run of an action list on this rank."""
+Arrived = Callable[[Action], Sequence[Action]]
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+_RECEIVES = {FORWARD: ActionKind.RECV_FORWARD, BACKWARD: ActionKind.RECV_BACKWARD}
+
+
+class Channels:
+    """The messages of one run of an action list on this rank.
+
+    `arrived(receive)` are the sends that have arrived once a receive is done.
+    """
+
+    def __init__(self, world: World, arrived: Arrived) -> None:
+        self._world, self._arrived = world, arrived
+        self._sent: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         self._arriving: dict[tuple[int, str, int], list[tuple[dist.Work | None, Tensor]]] = {}
 
-    def send(self, stage: int, direction: str, tensors: Sequence[Tensor]) -> None:
-        """Send values of `stage` to the next stage, or gradients to the one before."""
-        other, group = self._other_end(stage, direction, sending=True)
+    def send(self, action: Action, direction: str, tensors: Sequence[Tensor]) -> None:
+        """Send values of a stage to the next one, or gradients to the one before."""
+        other, group = self._other_end(action.stage, direction, sending=True)
         self._reap()
+        sent = self._sent.setdefault(action, [])
         for tensor in tensors:
             if tensor.numel():
                 whole = tensor.detach().contiguous()
@@ -41,7 +51,7 @@ class Channels:
                 )
                 work = dist.isend(_wire(whole), other, group=group)
                 assert work is not None
-                self._sent.append((work, whole))
+                sent.append((work, whole))
 
     def post(
         self,
@@ -66,16 +76,25 @@ class Channels:
             if work is not None:
                 work.wait()
             arrived.append(buffer)
+        kind = _RECEIVES[direction]
+        for send in self._arrived(Action(kind, stage, micro_batch)):
+            self._finish(send)
         return arrived
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        for send in tuple(self._sent):
+            self._finish(send)
+
+    def _finish(self, send: Action) -> None:
+        for work, _ in self._sent.pop(send, ()):
+            work.wait()
 
     def _reap(self) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()[0].wait()
+        for send, sent in tuple(self._sent.items()):
+            if not all(work.is_completed() for work, _ in sent):
+                return
+            self._finish(send)
 
     def _other_end(
         self, stage: int, direction: str, *, sending: bool

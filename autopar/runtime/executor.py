@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from autopar.errors import PlanMismatch, RuntimeFailure
 from autopar.ir.mesh import BATCH_AXES
 from autopar.runtime import primitives
 from autopar.runtime.axes import BACKWARD, FORWARD, World
-from autopar.runtime.channels import Channels
+from autopar.runtime.channels import Arrived, Channels
 from autopar.runtime.context import DeferredGradient, StepContext
 from autopar.runtime.data import Span
 from autopar.runtime.program import BoundarySpec, Named, StageProgram, Tensors
 from autopar.runtime.weight_gradients import compute_deferred
 from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.arrivals import arrivals
 from autopar.schedules.lower import insert_communication
 
 _K = ActionKind
@@ -92,6 +94,7 @@ class Executor:
         self.weights = weights
         self.last = len(world.meshes) - 1
         self.actions = _own_actions(schedule, world, tuple(sorted(self.stages)))
+        self.arrived = _arrived(schedule, self.actions)
         self.split = frozenset(
             (a.stage, a.micro_batch) for a in self.actions if a.kind is _K.BACKWARD_WEIGHT
         )
@@ -145,12 +148,32 @@ def _own_actions(schedule: Schedule, world: World, stages: tuple[int, ...]) -> t
     return insert_communication(schedule).ranks[row]
 
 
+def _arrived(schedule: Schedule, actions: Sequence[Action]) -> Arrived:
+    """What this rank's receives tell of its sends.
+
+    Where micro-batches are numbered on through all steps, a gradient tells of the value that it is
+    of, and a value of the gradient that a stage must have had before it began another.
+    """
+    if not schedule.flushes:
+        return partial(_arrived_endless, schedule.num_stages)
+    owner = schedule.stage_rank[actions[0].stage] if actions else 0
+    known = arrivals(schedule)[owner]
+    return lambda receive: known.get(receive, ())
+
+
+def _arrived_endless(num_stages: int, receive: Action) -> tuple[Action, ...]:
+    stage, number = receive.stage, receive.micro_batch
+    if receive.kind is _K.RECV_BACKWARD:
+        return (Action(_K.SEND_FORWARD, stage, number),)
+    return (Action(_K.SEND_BACKWARD, stage, number - num_stages),)
+
+
 class Run:
     """One step in progress."""
 
     def __init__(self, executor: Executor, data: StepData) -> None:
         self.executor, self.world, self.data = executor, executor.world, data
-        self.channels = Channels(executor.world)
+        self.channels = Channels(executor.world, executor.arrived)
         self.result = StepResult()
         self.setup: dict[int, Named] = {}
         self.saved: dict[tuple[int, int], _Saved] = {}
@@ -360,7 +383,7 @@ class Run:
 
     def _send(self, action: Action, direction: str) -> None:
         values = self.ready.pop((action.stage, direction, action.micro_batch))
-        self.channels.send(action.stage, direction, values)
+        self.channels.send(action, direction, values)
 
     def _recv_forward(self, action: Action) -> None:
         self._post(action, FORWARD, self.executor.stages[action.stage].receives)

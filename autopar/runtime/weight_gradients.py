@@ -76,7 +76,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        x, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
+        x = saved.detach()  # its graph would hold the received values that it begins with
         product, edges = ctx.product, (ctx.weight_edge, ctx.bias_edge)
 
         def gradients() -> list[tuple[GradientEdge, Tensor]]:
@@ -121,6 +122,10 @@ class _SplitEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
+_APART = ("AccumulateGrad", "_GatherBackward")
+"""Nodes that keep nothing for their backward, and so take one gradient after the other."""
+
+
 def compute_deferred(deferred: list[DeferredGradient]) -> None:
     """Compute gradients that were left, and add them to the weights they belong to.
 
@@ -132,7 +137,7 @@ def compute_deferred(deferred: list[DeferredGradient]) -> None:
     deferred.reverse()
     while deferred:
         for edge, grad in deferred.pop()():
-            if edge.node.name().endswith("AccumulateGrad"):
+            if edge.node.name().endswith(_APART):
                 torch.autograd.backward([edge], [grad])
             else:
                 edges.append(edge)

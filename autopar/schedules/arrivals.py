@@ -44,3 +44,19 @@ def arrivals(schedule: Schedule) -> tuple[Arrivals, ...]:
                 peer = owners[receive.stage]
                 found[peer][receive] = tuple(taken.pop(peer, ()))
     return tuple(found)
+
+
+def most_under_way(schedule: Schedule) -> tuple[int, ...]:
+    """By rank, the most messages that it has buffers for at once: one that it takes, and those that
+    it sent and does not know to have arrived."""
+    lowered, found = insert_communication(schedule), []
+    for row, known in zip(lowered.ranks, arrivals(lowered), strict=True):
+        sent: set[Action] = set()
+        most = 0
+        for action in row:
+            if action.kind.is_send:
+                sent.add(action)
+            sent -= set(known.get(action, ()))
+            most = max(most, len(sent))
+        found.append(most + any(not action.kind.is_compute for action in row))
+    return tuple(found)

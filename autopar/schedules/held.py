@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.schedules.action import Action, ActionKind
+from autopar.schedules.arrivals import Arrivals
 
 _K = ActionKind
 
@@ -18,11 +19,13 @@ class StageMemory:
     `static_bytes` from step to step: weights, master weights, optimizer state; `gradient_bytes`
     from the first backward to the end of the step. A forward leaves `saved_bytes` and holds
     `forward_bytes` at its peak. A backward begins with what was saved and holds `backward_bytes` at
-    its peak, the first one `first_backward_bytes` with the gradients that it makes; its input part,
+    its peak, the first one `first_backward_bytes` with the gradients that it makes, the last of
+    several `last_backward_bytes`, less the gradients that it reduces as it goes; its input part,
     where it is split, leaves `deferred_bytes`, and the weight part holds `weight_bytes`, the first
-    one `first_weight_bytes` with the gradients that it makes.
-    `update_bytes` are the most that summing gradients and stepping the optimizer hold besides
-    weights, state and gradients; `message_bytes` buffers of messages, all the time.
+    one `first_weight_bytes` with the gradients that it makes. `update_bytes` are the most that
+    summing gradients and stepping the optimizer hold besides weights, state and gradients.
+    `receive_bytes` and `send_bytes` are those of a message from the stage before, or of its
+    gradient back, and of one to the next.
     """
 
     static_bytes: float
@@ -32,10 +35,17 @@ class StageMemory:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     first_backward_bytes: float = 0.0
+    last_backward_bytes: float = 0.0
     weight_bytes: float = 0.0
     first_weight_bytes: float = 0.0
     update_bytes: float = 0.0
-    message_bytes: float = 0.0
+    receive_bytes: float = 0.0
+    send_bytes: float = 0.0
+
+    def message_bytes(self, action: Action) -> float:
+        """The buffer of a message."""
+        before = action.kind in (_K.RECV_FORWARD, _K.SEND_BACKWARD)
+        return self.receive_bytes if before else self.send_bytes
 
     @staticmethod
     def alike(
@@ -53,6 +63,7 @@ class StageMemory:
             forward_bytes=running,
             backward_bytes=running,
             first_backward_bytes=running,
+            last_backward_bytes=running,
             weight_bytes=deferred_bytes + working_bytes,
             first_weight_bytes=deferred_bytes + working_bytes,
         )
@@ -68,32 +79,44 @@ class Held(NamedTuple):
 
 def static_bytes(stages: Collection[StageMemory]) -> float:
     """What a rank that holds these stages holds between steps."""
-    return sum(stage.static_bytes + stage.message_bytes for stage in stages)
+    return sum(stage.static_bytes for stage in stages)
 
 
 def memory_over(
     actions: Iterable[Action],
     stages: Mapping[int, StageMemory],
+    arrived: Arrivals | None = None,
     *,
     saved_bytes: float = 0.0,
     gradients: bool = False,
 ) -> Iterator[Held]:
     """What a rank that holds `stages` holds while it runs the computing ones of its actions.
 
-    `saved_bytes` are there from the start, and so may `gradients` be. Messages neither make nor
-    free anything: their buffers count all the time.
+    `saved_bytes` are there from the start, and so may `gradients` be. The buffer of a receive lives
+    until the action that needs it, that of a send until it is known to have `arrived`.
     """
+    actions, buffers = tuple(actions), dict[Action, float]()
+    last = {a.stage: a for a in actions if a.kind is _K.BACKWARD}
     fixed, saved = static_bytes(stages.values()), saved_bytes
     made = {k: stage.gradient_bytes if gradients else 0.0 for k, stage in stages.items()}
     for action in actions:
+        stage = stages[action.stage]
         if not action.kind.is_compute:
+            buffers[action] = stage.message_bytes(action)
+            for send in (arrived or {}).get(action, ()):
+                buffers.pop(send, None)
             continue
-        stage, begun = stages[action.stage], fixed + sum(made.values()) + saved
-        frees, left, own = _change(action, stage, first=not made[action.stage])
+        buffers.pop(_needs(action), None)
+        waiting = sum(buffers.values())
+        begun = fixed + sum(made.values()) + saved + waiting
+        first = not made[action.stage]
+        frees, left, own = _change(action, stage, first=first)
+        if action == last.get(action.stage) and not first:
+            own = stage.last_backward_bytes
         saved += left - frees
         if action.kind in _MAKES_GRADIENTS:
             made[action.stage] = stage.gradient_bytes
-        yield Held(action, begun - frees + own, fixed + sum(made.values()) + saved)
+        yield Held(action, begun - frees + own, fixed + sum(made.values()) + saved + waiting)
 
 
 def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, float, float]:
@@ -109,6 +132,11 @@ def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, 
     return stage.deferred_bytes, 0.0, own
 
 
+def _needs(action: Action) -> Action:
+    kind = _K.RECV_FORWARD if action.kind is _K.FORWARD else _K.RECV_BACKWARD
+    return Action(kind, action.stage, action.micro_batch)
+
+
 _MAKES_GRADIENTS = frozenset((_K.BACKWARD, _K.BACKWARD_WEIGHT))
 
 
@@ -119,9 +147,13 @@ def update_bytes(stages: Collection[StageMemory]) -> float:
     return static_bytes(stages) + gradients + max(stage.update_bytes for stage in stages)
 
 
-def peak_bytes(actions: Iterable[Action], stages: Mapping[int, StageMemory]) -> float:
+def peak_bytes(
+    actions: Iterable[Action],
+    stages: Mapping[int, StageMemory],
+    arrived: Arrivals | None = None,
+) -> float:
     """The most that a rank holds in a step."""
-    running = max(held.peak_bytes for held in memory_over(actions, stages))
+    running = max(held.peak_bytes for held in memory_over(actions, stages, arrived))
     return max(running, update_bytes(stages.values()))
 
 

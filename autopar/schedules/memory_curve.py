@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.arrivals import Arrivals
 from autopar.schedules.endless import finite
 from autopar.schedules.held import StageMemory, memory_over, static_bytes
 
@@ -37,6 +38,7 @@ def memory_curve(
     start_s: Sequence[float],
     end_s: Sequence[float],
     stages: Mapping[int, StageMemory],
+    arrived: Arrivals | None = None,
     *,
     saved_bytes: float = 0.0,
     gradients: bool = False,
@@ -48,7 +50,7 @@ def memory_curve(
     made = sum(stage.gradient_bytes for stage in stages.values()) * gradients
     points = [Point(0.0, static_bytes(stages.values()) + made + saved_bytes)]
     spans = [span for a, *span in zip(row, start_s, end_s, strict=True) if a.kind.is_compute]
-    walk = memory_over(row, stages, saved_bytes=saved_bytes, gradients=gradients)
+    walk = memory_over(row, stages, arrived, saved_bytes=saved_bytes, gradients=gradients)
     for (begin_s, done_s), held in zip(spans, walk, strict=True):
         points += [Point(begin_s, held.peak_bytes), Point(done_s, held.after_bytes)]
     return changes(points)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.schedules.action import Action, ActionKind, Schedule
+from autopar.schedules.arrivals import arrivals
 from autopar.schedules.endless import closing
 from autopar.schedules.held import StageMemory, update_bytes
 from autopar.schedules.memory_curve import NOTHING, Point, changes, memory_curve
@@ -336,6 +337,7 @@ def _curves(
     the one before, holds as much as they."""
     schedule = timeline.schedule
     late = closing(schedule).ranks
+    known = arrivals(schedule) if schedule.flushes else ({},) * len(stages)
     curves = []
     for rank, own in enumerate(stages):
         memory = {stage: loads[stage].memory for stage in own}
@@ -345,6 +347,7 @@ def _curves(
             timeline.start_s[rank],
             timeline.end_s[rank],
             memory,
+            known[rank],
             saved_bytes=sum(stage.saved_bytes for stage in before),
             gradients=not schedule.flushes,
         )

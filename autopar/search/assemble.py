@@ -22,8 +22,10 @@ from autopar.plan.plan import (
     Variant,
 )
 from autopar.schedules.action import Schedule
+from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import StageMemory, peak_bytes
 from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.lower import insert_communication
 from autopar.schedules.memory_curve import peak_moments
 from autopar.search.grid import Grid
 from autopar.search.moments import earlier_on_rank, read_by, stage_memories
@@ -100,7 +102,10 @@ def stage_terms(
         ("gathered", float(widest * PREFETCHED * peak.state.gathered_bytes)),
         ("unreduced", float(widest * peak.state.unreduced_bytes)),
         ("update", float(updates * memory.update_bytes)),
-        ("communication", float(once * message_bytes(pricer, grid))),
+        (
+            "communication",
+            float(once * message_bytes(pricer, grid, grid.pipe.placement[stage])),
+        ),
         ("reserve", float(once * reserve)),
     )
 
@@ -112,12 +117,15 @@ def apart(schedule: Schedule, memory: Sequence[StageMemory], terms: Sequence[Ter
     the terms stand as they are.
     """
     found = list(terms)
-    for row in schedule.ranks if schedule.flushes else ():
+    if not schedule.flushes:
+        return found
+    lowered = insert_communication(schedule)
+    for row, known in zip(lowered.ranks, arrivals(lowered), strict=True):
         stages = sorted({action.stage for action in row})
         if not stages:
             continue
         reserve = sum(f for k in stages for name, f in terms[k] if name in RESERVED)
-        peak = peak_bytes(row, {k: memory[k] for k in stages}) + reserve
+        peak = peak_bytes(row, {k: memory[k] for k in stages}, known) + reserve
         most = sum(figure for k in stages for _, figure in terms[k])
         found[stages[0]] = (*terms[stages[0]], (NOT_AT_ONCE, float(peak - most)))
     return found
@@ -214,7 +222,7 @@ def stage_plans(
         for blocks in staged.problem.stages(staged.solution.cuts)
     ]
     schedule = grid.pipe.build()
-    memory = stage_memories(pricer, grid, own, message_bytes(pricer, grid))
+    memory = stage_memories(pricer, grid, own)
     held, most = _held(staged, own, memory), peak_in_flight(schedule)
     terms = apart(
         schedule,

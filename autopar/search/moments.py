@@ -65,7 +65,8 @@ def stage_memory(
     options: Sequence[ClassOption],
     *,
     elsewhere: Collection[str] = (),
-    message_bytes: int = 0,
+    receive_bytes: int = 0,
+    send_bytes: int = 0,
     stashes: bool = False,
 ) -> StageMemory:
     """What a stage of `blocks` run as `options` holds. Sources in `elsewhere` count with another
@@ -75,19 +76,22 @@ def stage_memory(
     before = [0, *accumulate(run.option.saved_bytes for run in runs)]
     state = total_bytes(run.held for run in runs)
     weight, first_weight = _weight_part(runs)
-    alone, stashed = grid.micro_batches == 1, state.weights * stashes
+    first = _alone if grid.micro_batches == 1 else _first
+    stashed, split = state.weights * stashes, grid.pipe.splits_backward
     return StageMemory(
         static_bytes=state.weights + state.master + state.optimizer,
         gradient_bytes=state.gradients,
         saved_bytes=before[-1] + stashed,
         deferred_bytes=sum(run.option.cost.deferred_bytes for run in runs),
         forward_bytes=_forward(runs, before) + stashed,
-        backward_bytes=_backward(runs, before, split=grid.pipe.splits_backward) + stashed,
-        first_backward_bytes=_alone(runs, before) if alone else _first(runs, before),
+        backward_bytes=_backward(runs, before, send_bytes, split) + stashed,
+        first_backward_bytes=first(runs, before, send_bytes),
+        last_backward_bytes=_backward(runs, before, send_bytes, split, last=True) + stashed,
         weight_bytes=weight,
         first_weight_bytes=first_weight,
         update_bytes=_update(pricer, runs, state.gradients),
-        message_bytes=message_bytes,
+        receive_bytes=receive_bytes,
+        send_bytes=send_bytes,
     )
 
 
@@ -95,9 +99,7 @@ Stages = Sequence[tuple[Sequence[Block], Sequence[ClassOption]]]
 """The blocks of every stage, and their options."""
 
 
-def stage_memories(
-    pricer: Pricer, grid: Grid, stages: Stages, message_bytes: int = 0
-) -> list[StageMemory]:
+def stage_memories(pricer: Pricer, grid: Grid, stages: Stages) -> list[StageMemory]:
     """Of all stages. What a rank holds once, whatever its stages, counts with the first of them,
     and so does a parameter that several read."""
     found = []
@@ -110,11 +112,24 @@ def stage_memories(
                 blocks,
                 options,
                 elsewhere=read_by(stages[k][0] for k in earlier),
-                message_bytes=0 if earlier else message_bytes,
+                receive_bytes=boundary_bytes(pricer, grid, _crossing(pricer, blocks[0].index - 1)),
+                send_bytes=boundary_bytes(pricer, grid, _crossing(pricer, blocks[-1].index)),
                 stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
             )
         )
     return found
+
+
+def boundary_bytes(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
+    """Bytes one rank sends for one micro-batch where the chain is cut so that `refs` cross."""
+    prices, shared = pricer.prices(grid), pricer.setting.shared(grid.mesh)
+    return sum(prices.local_bytes(ref, shared[ref]) for ref in refs)
+
+
+def _crossing(pricer: Pricer, block: int) -> Sequence[Ref]:
+    """What crosses behind a block, by its index: nothing at the ends of the chain."""
+    boundaries = pricer.setting.chain.boundaries
+    return boundaries[block] if 0 <= block < len(boundaries) else ()
 
 
 def earlier_on_rank(grid: Grid, stage: int) -> list[int]:
@@ -206,17 +221,30 @@ def _gathered_back(runs: Sequence[_Run], k: int) -> int:
     return runs[k].gathered[1] + (runs[k - 1].gathered[1] if k else 0) + runs[k].joined
 
 
-def _backward(runs: Sequence[_Run], before: Sequence[int], *, split: bool) -> int:
-    """The gradients are there already."""
+def _backward(
+    runs: Sequence[_Run],
+    before: Sequence[int],
+    returned: int,
+    split: bool,
+    *,
+    last: bool = False,
+) -> int:
+    """The gradients are there already. What was `returned` for the outputs of the last block stays
+    to the end. In the `last` backward weights at level 3 have their gradients reduced at once."""
+    behind, reduced, peak = _behind(runs, returned), 0, 0
+    for k in reversed(range(len(runs))):
+        peaks = runs[k].option.again.peaks
+        own = peaks.split_bytes if split else peaks.backward_bytes
+        own += _gathered_back(runs, k) + behind[k] + _sent_alone(runs[k]) * last
+        peak = max(peak, before[k] + own - reduced)
+        alone = [w for w in runs[k].weights if w.level == 3]
+        reduced += sum(w.entry.nbytes - w.kept_bytes for w in alone) * last * (not split)
+    return peak
 
-    def own(run: _Run) -> int:
-        peaks = run.option.again.peaks
-        return peaks.split_bytes if split else peaks.backward_bytes
 
-    return max(
-        before[k] + own(run) + _gathered_back(runs, k) + _sent_alone(run)
-        for k, run in enumerate(runs)
-    )
+def _behind(runs: Sequence[_Run], returned: int) -> list[int]:
+    """Returned gradients that are no longer among those of a block's own outputs."""
+    return [*[returned] * (len(runs) - 1), 0]
 
 
 def _sent_alone(run: _Run) -> int:
@@ -224,17 +252,18 @@ def _sent_alone(run: _Run) -> int:
     return max((w.entry.nbytes for w in run.weights if w.level == 3), default=0)
 
 
-def _first(runs: Sequence[_Run], before: Sequence[int]) -> int:
+def _first(runs: Sequence[_Run], before: Sequence[int], returned: int) -> int:
     """The gradients are made: those of the blocks behind are there."""
     made = peak = 0
+    behind = _behind(runs, returned)
     for k in reversed(range(len(runs))):
-        own = runs[k].option.again.peaks.first_backward_bytes
+        own = runs[k].option.again.peaks.first_backward_bytes + behind[k]
         peak = max(peak, before[k] + own + made + _gathered_back(runs, k))
         made += runs[k].held.gradients
     return peak
 
 
-def _alone(runs: Sequence[_Run], before: Sequence[int]) -> int:
+def _alone(runs: Sequence[_Run], before: Sequence[int], returned: int) -> int:
     """The gradients are made, and from level 2 on reduced as soon as their bucket is whole."""
     entries = [w.entry for run in runs for w in run.weights if w.level < 3]
     early = [bucket for bucket in reversed(buckets(entries)) if bucket.early]
@@ -245,6 +274,7 @@ def _alone(runs: Sequence[_Run], before: Sequence[int]) -> int:
         run, peaks = runs[k], runs[k].option.again.peaks
         apart = any(w.level == 3 for w in run.weights)
         own = peaks.backward_bytes + _sent_alone(run) if apart else peaks.first_backward_bytes
+        own += returned if k < len(runs) - 1 else 0
         peak = max(peak, before[k] + own + kept + whole + _gathered_back(runs, k))
         for weight in run.weights:
             done.add(weight.entry.name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.schedules.action import ActionKind, Schedule
+from autopar.schedules.arrivals import most_under_way
 from autopar.schedules.endless import finite
 from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.lower import insert_communication
@@ -90,6 +91,14 @@ class Pipeline:
         return Pipeline(
             schedule=self.schedule, ranks=self.ranks, chunks=self.chunks, micro_batches=few
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def messages_under_way(pipeline: Pipeline) -> tuple[int, ...]:
+    """By rank, the most messages that it has buffers for: without a flush one each way."""
+    if not pipeline.flushes:
+        return (2,) * pipeline.ranks
+    return most_under_way(pipeline.short().build())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,11 @@ from autopar.ir.graph import Ref
 from autopar.ir.mesh import TENSOR
 from autopar.ir.placement import Shard
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
+from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import peak_bytes
+from autopar.schedules.lower import insert_communication
 from autopar.search.grid import Grid
-from autopar.search.moments import stage_memories
+from autopar.search.moments import boundary_bytes, stage_memories
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
 from autopar.search.pipelines import (
@@ -25,6 +27,7 @@ from autopar.search.pipelines import (
     held_at_peak,
     held_together,
     in_flight,
+    messages_under_way,
 )
 from autopar.search.pricer import Pricer
 from solvers.partition import PartitionProblem, PartitionSolution, solve_partition
@@ -49,12 +52,6 @@ class Staged:
     options: Mapping[int, tuple[ClassOption, ...]]
     problem: PartitionProblem
     solution: PartitionSolution
-
-
-def boundary_bytes(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
-    """Bytes one rank sends for one micro-batch where the chain is cut so that `refs` cross."""
-    prices, shared = pricer.prices(grid), pricer.setting.shared(grid.mesh)
-    return sum(prices.local_bytes(ref, shared[ref]) for ref in refs)
 
 
 def boundary_s(
@@ -115,15 +112,16 @@ def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:
     return tuple(times)
 
 
-def message_bytes(pricer: Pricer, grid: Grid) -> int:
-    """Buffers for one message in and one out of the widest boundary."""
+def message_bytes(pricer: Pricer, grid: Grid, place: int) -> int:
+    """Buffers for the messages that a pipeline rank may have under way, at the widest boundary."""
     if grid.pipeline == 1:
         return 0
     distinct = {
         tuple(pricer.setting.specs[ref] for ref in refs): refs
         for refs in pricer.setting.chain.boundaries
     }
-    return 2 * max((boundary_bytes(pricer, grid, refs) for refs in distinct.values()), default=0)
+    widest = max((boundary_bytes(pricer, grid, refs) for refs in distinct.values()), default=0)
+    return messages_under_way(grid.pipe)[place] * widest
 
 
 def partition_problem(
@@ -139,7 +137,6 @@ def partition_problem(
     setting, pipe = pricer.setting, grid.pipe
     chain = setting.chain
     ranks = [stage_ranks(grid, stage) for stage in range(pipe.num_stages)]
-    messages = message_bytes(pricer, grid)
     first = [pipe.placement.index(place) == k for k, place in enumerate(pipe.placement)]
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
@@ -153,8 +150,12 @@ def partition_problem(
         ),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(reserve_bytes(setting.cluster.device(own[0])) + messages) if once else 0.0
-            for own, once in zip(ranks, first, strict=True)
+            float(
+                reserve_bytes(setting.cluster.device(own[0])) + message_bytes(pricer, grid, place)
+            )
+            if once
+            else 0.0
+            for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
         boundary_s=_boundary_times(pricer, grid),
         fixed_cuts=fixed_cuts(pricer, pipe.num_stages),
@@ -238,12 +239,14 @@ def _heavier(
         ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
         for blocks in problem.stages(solution.cuts)
     ]
-    memory = stage_memories(pricer, grid, own, message_bytes(pricer, grid))
-    rows, fixed = grid.pipe.short().build().ranks, list(problem.stage_fixed_bytes)
+    memory = stage_memories(pricer, grid, own)
+    schedule = insert_communication(grid.pipe.short().build())
+    known, fixed = arrivals(schedule), list(problem.stage_fixed_bytes)
     for on_rank in tight:
-        row = next(row for row in rows if row and row[0].stage in on_rank)
+        place = grid.pipe.placement[on_rank[0]]
         device = pricer.setting.cluster.device(stage_ranks(grid, on_rank[0])[0])
-        peak = peak_bytes(row, {k: memory[k] for k in on_rank}) + reserve_bytes(device)
+        stages = {k: memory[k] for k in on_rank}
+        peak = peak_bytes(schedule.ranks[place], stages, known[place]) + reserve_bytes(device)
         if not fits(peak, problem.capacity_bytes[on_rank[0]]):
             fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
     changed = tuple(fixed) != problem.stage_fixed_bytes
