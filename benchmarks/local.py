@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from autopar import profiling
@@ -46,6 +46,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import Cluster
 from autopar.jobs import Job, build, optimizer_class
 from autopar.plan.pipeline import rank_groups
+from autopar.plan.plan import RESERVED
 from autopar.plan.table import grid_text
 from autopar.plan.text import columns
 from autopar.profiler.files import profile_for, read_profiles
@@ -128,7 +129,7 @@ class Peak(TorchDispatchMode):
 
 
 def _real(x: Any) -> bool:
-    return isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter)
+    return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
 
 
 def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
@@ -197,9 +198,9 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def memory_bytes(planned: Planned) -> float:
-    """The predicted peak of tensors of the fullest rank: without the reserve."""
+    """The predicted peak of tensors of the fullest rank."""
     return max(
-        sum(f for stage in stages for name, f in stage.memory_bytes if name != "reserve")
+        sum(f for stage in stages for name, f in stage.memory_bytes if name not in RESERVED)
         for stages in rank_groups(planned.plan.stages)
     )
 

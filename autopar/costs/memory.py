@@ -11,7 +11,7 @@ from autopar.ir.cluster import DeviceSpec
 from autopar.ir.graph import DTYPE_BYTES, TensorSpec
 from autopar.ir.precision import Precision
 
-GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,25 +130,57 @@ def zero_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
-    """`fixed_bytes` plus `fraction` of the device's memory is not available to the program."""
+    """Memory of a device that is no tensor of the program: `fixed_bytes`, `each_bytes` for every
+    communicator, and `fraction` of the device's memory."""
 
-    fixed_bytes: int
-    fraction: float
-    why: str
+    name: str
+    source: str
+    fixed_bytes: int = 0
+    each_bytes: int = 0
+    fraction: float = 0.0
+
+    def nbytes(self, device: DeviceSpec, communicators: int) -> int:
+        """Bytes on a device whose rank is in so many communicators."""
+        shared = int(self.fraction * device.memory_bytes)
+        return self.fixed_bytes + communicators * self.each_bytes + shared
 
 
-RESERVES: dict[str, Reserve] = {
-    "cuda": Reserve(
-        fixed_bytes=3 * GIB // 2,
-        fraction=0.04,
-        why="CUDA context and library workspaces 1 GiB, NCCL channels 0.5 GiB; 4 % fragmentation",
+NCCL_BUFFER_BYTES, NCCL_CHANNELS = 4 * MIB, 16
+
+CUDA_RESERVES = (
+    Reserve(
+        name="context",
+        fixed_bytes=992 * MIB + 32 * MIB,
+        source="CUDA context with the kernels of torch and its libraries; 32 MiB workspace of "
+        "cuBLAS on Hopper (PyTorch, CUDA semantics, cuBLAS workspaces)",
     ),
-    "cpu": Reserve(fixed_bytes=0, fraction=0.0, why="the limit is the program's own"),
-}
-"""By `DeviceSpec.kind`; other kinds are taken like `cuda`."""
+    Reserve(
+        name="communicators",
+        each_bytes=2 * NCCL_CHANNELS * NCCL_BUFFER_BYTES,
+        source="a buffer of NCCL_BUFFSIZE (4 MiB unless set; NCCL, environment variables) to send "
+        "and one to receive for each channel of a ring",
+    ),
+    Reserve(
+        name="fragmentation",
+        fixed_bytes=2 * MIB + 20 * MIB,
+        fraction=0.04,
+        source="one segment of small blocks (2 MiB) and one of large (20 MiB) partly filled "
+        "(c10/cuda/CUDACachingAllocator.cpp: kSmallBuffer, kLargeBuffer; blocks are multiples of "
+        "512 bytes); 4 % between blocks",
+    ),
+)
+
+RESERVES: dict[str, tuple[Reserve, ...]] = {"cuda": CUDA_RESERVES, "cpu": ()}
+"""By `DeviceSpec.kind`; other kinds are taken like `cuda`. On a CPU the limit is the program's
+own."""
 
 
-def reserve_bytes(device: DeviceSpec) -> int:
+def reserve_terms(device: DeviceSpec, communicators: int = 0) -> tuple[tuple[str, int], ...]:
+    """What of a device's memory a program cannot use, by name."""
+    rows = RESERVES.get(device.kind, CUDA_RESERVES)
+    return tuple((row.name, row.nbytes(device, communicators)) for row in rows)
+
+
+def reserve_bytes(device: DeviceSpec, communicators: int = 0) -> int:
     """Memory of `device` that a program cannot use."""
-    reserve = RESERVES.get(device.kind, RESERVES["cuda"])
-    return reserve.fixed_bytes + int(reserve.fraction * device.memory_bytes)
+    return sum(nbytes for _, nbytes in reserve_terms(device, communicators))

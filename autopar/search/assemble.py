@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from autopar.costs.memory import reserve_bytes
+from autopar.costs.memory import reserve_terms
 from autopar.ir.blocks import Block
 from autopar.ir.graph import Source, SourceKind
 from autopar.ir.placement import Layout, R, Shard, chunk_sizes
@@ -94,7 +94,8 @@ def stage_terms(
     if not grid.pipe.flushes:
         terms.append(("weight_versions", held.versions * states[0]))
     once, widest, updates = int(held.once), int(held.widest), int(held.updates)
-    reserve = reserve_bytes(pricer.setting.cluster.device(stage_ranks(grid, stage)[0]))
+    device = pricer.setting.cluster.device(stage_ranks(grid, stage)[0])
+    reserve = reserve_terms(device, grid.communicators)
     return (
         *terms,
         ("transient", float(widest * max(0, running))),
@@ -106,7 +107,7 @@ def stage_terms(
             "communication",
             float(once * message_bytes(pricer, grid, grid.pipe.placement[stage])),
         ),
-        ("reserve", float(once * reserve)),
+        *((name, float(once * nbytes)) for name, nbytes in reserve),
     )
 
 

@@ -126,7 +126,7 @@ class Bounds:
         ranks = [place * grid.stage_devices for place in range(grid.pipeline)]
         held = least_state_bytes(self.pricer, grid)
         for rank in ranks:
-            held += reserve_bytes(setting.cluster.device(rank))
+            held += reserve_bytes(setting.cluster.device(rank), grid.communicators)
             held -= setting.memory_bytes(rank) * capacity
         return held / len(ranks)
 

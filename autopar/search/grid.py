@@ -72,6 +72,13 @@ class Grid:
         return batch_size(self.names, self.sizes)
 
     @property
+    def communicators(self) -> int:
+        """Groups that a rank is in: of every axis with several ranks, of neighbouring stages in
+        either direction, and of all ranks."""
+        several = sum(axis.size > 1 for axis in self.mesh) + 2 * (self.pipeline > 1)
+        return several + 1 if several else 0
+
+    @property
     def stage_devices(self) -> int:
         """Devices of one stage."""
         return prod(self.sizes)

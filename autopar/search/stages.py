@@ -124,6 +124,10 @@ def message_bytes(pricer: Pricer, grid: Grid, place: int) -> int:
     return messages_under_way(grid.pipe)[place] * widest
 
 
+def _reserve_bytes(pricer: Pricer, grid: Grid, rank: int) -> int:
+    return reserve_bytes(pricer.setting.cluster.device(rank), grid.communicators)
+
+
 def partition_problem(
     pricer: Pricer,
     grid: Grid,
@@ -150,11 +154,7 @@ def partition_problem(
         ),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(
-                reserve_bytes(setting.cluster.device(own[0])) + message_bytes(pricer, grid, place)
-            )
-            if once
-            else 0.0
+            float(_reserve_bytes(pricer, grid, own[0]) + message_bytes(pricer, grid, place)) * once
             for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
         boundary_s=_boundary_times(pricer, grid),
@@ -244,9 +244,9 @@ def _heavier(
     known, fixed = arrivals(schedule), list(problem.stage_fixed_bytes)
     for on_rank in tight:
         place = grid.pipe.placement[on_rank[0]]
-        device = pricer.setting.cluster.device(stage_ranks(grid, on_rank[0])[0])
         stages = {k: memory[k] for k in on_rank}
-        peak = peak_bytes(schedule.ranks[place], stages, known[place]) + reserve_bytes(device)
+        peak = peak_bytes(schedule.ranks[place], stages, known[place])
+        peak += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0])[0])
         if not fits(peak, problem.capacity_bytes[on_rank[0]]):
             fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
     changed = tuple(fixed) != problem.stage_fixed_bytes

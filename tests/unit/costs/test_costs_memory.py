@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from autopar.costs.memory import (
-    GIB,
     MemoryTerms,
     Training,
     reserve_bytes,
+    reserve_terms,
     state_bytes,
     zero_bytes,
 )
@@ -22,6 +22,8 @@ from autopar.costs.optimizer_state import (
 )
 from autopar.ir.cluster import DeviceSpec
 from autopar.ir.precision import PRECISIONS
+
+GIB = 2**30
 
 
 def training(precision, optimizer="adamw", **options):
@@ -107,8 +109,9 @@ def test_terms_add_by_name():
     assert (left + right).total_bytes == 31
 
 
-@pytest.mark.parametrize(("kind", "size"), [("cuda", int(1.5 * GIB) + 4 * GIB), ("cpu", 0)])
+@pytest.mark.parametrize(("kind", "size"), [("cuda", GIB + 22 * 2**20 + 4 * GIB), ("cpu", 0)])
 def test_reserve(kind, size):
+    """A context of 1 GiB, 128 MiB for every communicator, 4 % of 100 GiB and two segments."""
     device = DeviceSpec(
         name="d",
         kind=kind,
@@ -120,6 +123,9 @@ def test_reserve(kind, size):
         source="test",
     )
     assert reserve_bytes(device) == size
+    names = [name for name, _ in reserve_terms(device)]
+    assert names == (["context", "communicators", "fragmentation"] if kind == "cuda" else [])
+    assert reserve_bytes(device, 3) - size == 3 * 128 * 2**20 * (kind == "cuda")
 
 
 TORCH_OPTIMIZERS = {
