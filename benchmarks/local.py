@@ -27,9 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from autopar import profiling
 from autopar.capture import Captured, capture
@@ -52,7 +49,7 @@ from autopar.plan.text import columns
 from autopar.profiler.files import profile_for, read_profiles
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_program
-from autopar.runtime.measure import state_bytes
+from autopar.runtime.measure import PeakBytes, state_bytes
 from autopar.runtime.parallel import ParallelModel
 from model_zoo.gpt import GPT, GPTConfig
 from model_zoo.llama import Llama, LlamaConfig
@@ -105,33 +102,6 @@ class Run:
     measured_bytes: float
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside hold at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an op, and count what there is after it."""
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _real(x)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if _real(x) and x.untyped_storage()._cdata not in before:
-                ref = StorageWeakRef(x.untyped_storage())
-                self._live[ref.cdata] = (ref, x.untyped_storage().nbytes())
-        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
-        return result
-
-
-def _real(x: Any) -> bool:
-    return isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
-
-
 def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
     """Seconds of the fastest step, and bytes at the peak of one more if it `weighs`, on this
     rank."""
@@ -154,7 +124,7 @@ def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
     held_bytes = 0
     if weighs:
         gc.collect()
-        with Peak() as peak:
+        with PeakBytes() as peak:
             parallel.train_step(batch)
         held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
         held.pop("gradients")  # made inside the step

@@ -7,12 +7,17 @@ DeepSpeed#4527: an estimate without activations).
 
 from __future__ import annotations
 
+import gc
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import InfeasiblePlan
+from autopar.runtime.measure import PeakBytes, state_bytes
 from model_zoo.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.distributed
@@ -97,3 +102,67 @@ def counted_and_predicted(name, pins, limit):
 def test_predicted_activations_are_kept(pool2, name, pins, limit):
     for counted, predicted in pool2.run(counted_and_predicted, name, pins, limit):
         assert predicted == pytest.approx(counted, rel=0.02)
+
+
+def peak_and_predicted(name, pins, limit):
+    """The most that tensors of this rank hold in a step, and what the plan says of it."""
+    model, batch = build(name)
+    parallel = autopar.parallelize(
+        model,
+        "local:2",
+        batch=batch,
+        optimizer=(torch.optim.AdamW, {}),
+        pins=pins,
+        memory_limit_bytes=limit,
+    )
+    program = parallel.program
+    for _ in range(2):
+        parallel.train_step(batch)
+    gc.collect()
+    with PeakBytes() as peak:
+        parallel.train_step(batch)
+    held = state_bytes(program.store, program.engine.sync, program.optimizer)
+    state = sum(size for term, size in held.items() if term != "gradients")
+    own = [stage for stage in parallel.plan.stages if torch.distributed.get_rank() in stage.ranks]
+    return state + peak.peak_bytes, sum(f for stage in own for _, f in stage.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("gpt", {"tensor": 2, "micro_batches": 1}),
+        ("gpt", {"data": 2, "micro_batches": 1}),
+        ("gpt", {"data": 2, "zero": 3, "micro_batches": 2}),
+        ("gpt", {"tensor": 2, "recompute": "all", "micro_batches": 2}),
+        ("gpt", {"pipeline": 2, "schedule": "1f1b", "micro_batches": 4}),
+        ("gpt", {"pipeline": 2, "schedule": "zb-h1", "micro_batches": 4}),
+        ("stack", {"data": 2, "zero": 2, "micro_batches": 1}),
+    ],
+)
+def test_the_peak_of_a_step_is_the_plans(pool2, name, pins):
+    for measured, predicted in pool2.run(peak_and_predicted, name, pins, None):
+        assert -0.02 <= predicted / measured - 1 <= 0.05
+
+
+def refused(limit):
+    """The bytes that a message says are lacking."""
+    try:
+        peak_and_predicted("stack", {"data": 2, "zero": 0, "micro_batches": 1}, limit)
+    except InfeasiblePlan as error:
+        return str(error)
+    raise AssertionError("planned")
+
+
+def test_a_limit_of_the_state_alone_is_refused_by_what_is_missing(pool2):
+    """To the byte: with what the message says is missing the plan is made, and its step holds no
+    more; with one byte less it is not."""
+    state = 16 * (4 * (64 * 64 + 64))
+    message, again = pool2.run(refused, state)
+    assert message == again
+    terms = ("weights", "gradients", "optimizer", "update")
+    assert all(f"{term} " in message for term in terms)
+    missing = int(re.search(r"(\d+) bytes too much", message).group(1))
+    pins = {"data": 2, "zero": 0, "micro_batches": 1}
+    for measured, predicted in pool2.run(peak_and_predicted, "stack", pins, state + missing):
+        assert predicted <= state + missing and measured <= state + missing
+    assert "1 bytes too much" in pool2.run(refused, state + missing - 1)[0]
