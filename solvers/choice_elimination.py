@@ -193,16 +193,26 @@ def _eliminate_component(core: Core, order: list[int]) -> None:
 def _minimise_factors(
     node: int, around: tuple[int, ...], factors: list[Factor], size: dict[int, int]
 ) -> tuple[Array, NDArray[np.intp]]:
+    """min and argmin over the node of the sum of its factors, as tables over `around`."""
     shape = tuple(size[other] for other in around)
-    least = np.full(shape, np.inf)
-    best = np.zeros(shape, dtype=np.intp)
+    parts = [_node_first(node, around, factor) for factor in factors]
+    least, best = np.full(shape, np.inf), np.zeros(shape, dtype=np.intp)
+    total, better = np.empty(shape), np.empty(shape, dtype=bool)
     for i in range(size[node]):
-        total = np.zeros(shape)
-        for nodes, table in factors:
-            slice_i = np.take(table, i, axis=nodes.index(node))
-            rest = [other for other in nodes if other != node]
-            total += slice_i.reshape([size[o] if o in rest else 1 for o in around])
-        better = total < least
-        least[better] = total[better]
-        best[better] = i
+        total[...] = parts[0][i]
+        for part in parts[1:]:
+            total += part[i]
+        np.less(total, least, out=better)
+        np.minimum(total, least, out=least)
+        np.putmask(best, better, i)
     return least, best
+
+
+def _node_first(node: int, around: tuple[int, ...], factor: Factor) -> Array:
+    """A factor's table with the node as its first dim and one for each of `around`, of size 1 where
+    it does not depend on that."""
+    nodes, table = factor
+    order = [node, *(other for other in around if other in nodes)]
+    moved = np.ascontiguousarray(table.transpose([nodes.index(other) for other in order]))
+    sizes = dict(zip(order, moved.shape, strict=True))
+    return moved.reshape([sizes[node], *(sizes.get(other, 1) for other in around)])

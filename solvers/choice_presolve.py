@@ -14,7 +14,10 @@ Each step keeps at least one optimal solution:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.choice_core import Core, CoreCapacity, Infeasible, drop_forbidden
 from solvers.choice_elimination import eliminate_components, eliminate_pairwise
@@ -22,6 +25,7 @@ from solvers.choice_problem import Array
 from solvers.solution import CAPACITY_TOLERANCE
 
 _MAX_DOMINANCE_WORK = 2e8
+_PAIRS_AT_ONCE = 4096
 _MAX_CAPACITY_COMPARISONS = 64
 
 
@@ -123,20 +127,16 @@ def _drop_implied(core: Core) -> None:
 def _drop_dominated(core: Core, node: int, limited: set[int]) -> bool:
     """Dead-end elimination of the options of `node`; the lowest of equal options stays."""
     size = len(core.options[node])
-    work = size * size * (1 + sum(c.shape[1] for c in core.edges[node].values()))
-    if size == 1 or work > _MAX_DOMINANCE_WORK:
+    if size == 1:
         return False
-    cost = core.costs[node]
-    excess = cost[:, None] - cost[None, :]  # [j, i]: j instead of i costs at most this more
+    instead, of = np.nonzero(_replaceable(core, node, limited))
+    if len(of) * sum(c.shape[1] for c in core.edges[node].values()) > _MAX_DOMINANCE_WORK:
+        return False
+    excess = core.costs[node][instead] - core.costs[node][of]
     for matrix in core.edges[node].values():
-        excess += _worst_change(matrix)
-    if node in limited:
-        for capacity in core.capacities:
-            if node in capacity.usage:
-                usage = capacity.usage[node]
-                excess[usage[:, None] > usage[None, :]] = np.inf
-    dominates = excess <= 0
-    np.fill_diagonal(dominates, False)
+        excess += _worst_change(matrix, instead, of)
+    dominates = np.zeros((size, size), dtype=bool)
+    dominates[instead, of] = excess <= 0
     alive = np.ones(size, dtype=bool)
     for i in range(size - 1, -1, -1):
         if (dominates[:, i] & alive).any():
@@ -145,8 +145,26 @@ def _drop_dominated(core: Core, node: int, limited: set[int]) -> bool:
     return not alive.all()
 
 
-def _worst_change(matrix: Array) -> Array:
-    """max over k of M[j, k] - M[i, k], as [j, i]; a k that i cannot go with does not count.
+def _replaceable(core: Core, node: int, limited: set[int]) -> NDArray[np.bool_]:
+    """[j, i]: j goes with every partner of i and uses no more of any capacity."""
+    possible = ~np.eye(len(core.options[node]), dtype=bool)
+    for matrix in core.edges[node].values():
+        partners = np.isfinite(matrix)
+        if not partners.all():
+            first, kind = _distinct(partners)
+            rows = partners[first].astype(np.float32)
+            lacking = (1 - rows) @ rows.T > 0
+            possible &= ~lacking[np.ix_(kind, kind)]
+    if node in limited:
+        for capacity in core.capacities:
+            if node in capacity.usage:
+                usage = capacity.usage[node]
+                possible &= usage[:, None] <= usage[None, :]
+    return possible
+
+
+def _worst_change(matrix: Array, instead: NDArray[np.intp], of: NDArray[np.intp]) -> Array:
+    """max over k of M[j, k] - M[i, k] for pairs (j, i); a k that i cannot go with does not count.
 
     Options that look alike to a neighbour have the same row, so few rows and columns differ.
     """
@@ -154,24 +172,27 @@ def _worst_change(matrix: Array) -> Array:
     rows = matrix[first]
     columns, _ = _distinct(rows.T)
     rows = rows[:, columns]
-    finite = np.isfinite(rows)
-    filled = np.where(finite, rows, 0.0)
-    worst = np.full((len(rows), len(rows)), -np.inf)
-    for j in range(len(rows)):
-        change = np.where(finite[j], filled[j] - filled, np.inf)
-        worst[j] = np.where(finite, change, -np.inf).max(axis=1)
-    return worst[np.ix_(kind, kind)]
+    pairs, at = np.unique(kind[instead] * len(first) + kind[of], return_inverse=True)
+    j, i = np.divmod(pairs, len(first))
+    worst = np.empty(len(pairs))
+    for start in range(0, len(pairs), _PAIRS_AT_ONCE):
+        some = slice(start, start + _PAIRS_AT_ONCE)
+        mine = rows[i[some]]
+        held = np.isfinite(mine)
+        change = rows[j[some]] - np.where(held, mine, 0.0)
+        worst[some] = np.where(held, change, -np.inf).max(axis=1)
+    return worst[at]
 
 
-def _distinct(rows: Array) -> tuple[list[int], list[int]]:
+def _distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
     """The index of the first of each distinct row, and which of these every row is."""
     seen: dict[bytes, int] = {}
     first: list[int] = []
-    kind: list[int] = []
+    kind = np.empty(len(rows), dtype=np.intp)
     for index, row in enumerate(rows):
         key = row.tobytes()
         if key not in seen:
             seen[key] = len(first)
             first.append(index)
-        kind.append(seen[key])
+        kind[index] = seen[key]
     return first, kind

@@ -204,6 +204,10 @@ class ClusterCollectives:
         self._measured = measured
         self._routes = {axis.name: axis_routes(axis, axes, cluster, first_rank) for axis in axes}
 
+    def routes(self, axis_name: str) -> tuple[Route, ...]:
+        """The distinct routes of an axis's groups. KeyError for an unknown axis."""
+        return self._routes[axis_name]
+
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the slowest group of the axis. KeyError for an unknown axis."""
         return max(route.time_s(op, nbytes, self._measured) for route in self._routes[axis_name])

@@ -11,6 +11,7 @@ from autopar.costs.memory import reserve_bytes
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
+from autopar.search.problems import ShardingProblems
 from autopar.search.sharding import Sharding, ShardingProblem
 from autopar.search.state import least_state_bytes
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
@@ -29,10 +30,14 @@ class Sharpness(IntEnum):
 class Bounds:
     """Bounds the grids of one setting, remembering the shardings they rest on."""
 
-    pricer: Pricer
-    _problems: dict[object, ShardingProblem] = field(default_factory=dict)
-    _fast: dict[object, Sharding | None] = field(default_factory=dict)
+    problems: ShardingProblems
+    _fast: dict[ShardingProblem, Sharding | None] = field(default_factory=dict)
     _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def pricer(self) -> Pricer:
+        """What prices the blocks."""
+        return self.problems.pricer
 
     def computed(self, grid: Grid) -> float:
         """The cheapest bound, of sharpness `COMPUTE`."""
@@ -137,25 +142,11 @@ class Bounds:
 
     def _least(self, class_index: int, grid: Grid) -> float:
         """Time of a class's block with every op at its fastest and values moved for free."""
-        return self._problem(class_index, grid).least_s
+        return self.problems.bounding(grid, class_index).least_s
 
     def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
-        key = self._key(class_index, grid)
-        if key not in self._fast:
-            self._fast[key] = self._problem(class_index, grid).solve()
-        return self._fast[key]
-
-    def _problem(self, class_index: int, grid: Grid) -> ShardingProblem:
-        """The sharding of a class's block on a grid, gradients summed for free."""
-        key = self._key(class_index, grid)
-        if key not in self._problems:
-            block = self.pricer.setting.chain.representative(class_index)
-            self._problems[key] = ShardingProblem(
-                self.pricer.space(block, self.pricer.block_mesh(grid)),
-                self.pricer.prices(grid, with_sync=False),
-                backend=self.pricer.setting.backend,
-            )
-        return self._problems[key]
-
-    def _key(self, class_index: int, grid: Grid) -> object:
-        return class_index, self.pricer.block_mesh(grid), grid.micro_batch
+        """The sharding of a class's block with gradients summed for free."""
+        problem = self.problems.bounding(grid, class_index)
+        if problem not in self._fast:
+            self._fast[problem] = problem.solve()
+        return self._fast[problem]

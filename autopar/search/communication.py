@@ -80,7 +80,6 @@ def solve_communication(
         names=tuple(names),
         sizes=tuple(sizes),
         batch=batch,
-        micro_batches=1,
         specs=specs,
         differentiable=differentiable,
         compute=lambda node, option, prices: (0.0, 0.0),

@@ -18,8 +18,9 @@ from autopar.plan.plan import NodeChoice, Recompute
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Pipeline
 from autopar.search.pricer import BlockCost, Pricer
+from autopar.search.problems import ShardingProblems
 from autopar.search.recompute import Again
-from autopar.search.sharding import Sharding, ShardingProblem, pareto_shardings
+from autopar.search.sharding import Sharding, Upkeep, pareto_shardings, sync_shares_s
 from autopar.search.state import (
     UNSPLIT,
     StateCost,
@@ -200,7 +201,7 @@ def _update_bytes(pricer: Pricer, grid: Grid, states: States, block: Block) -> U
 
 
 def class_options(
-    pricer: Pricer,
+    problems: ShardingProblems,
     grid: Grid,
     class_index: int,
     fixed: Mapping[str, Layout],
@@ -211,12 +212,12 @@ def class_options(
     Empty if the pins leave no sharding. `fixed` has layouts of parameters shared with other
     classes, `shared` the ZeRO choice of those that several blocks read.
     """
-    setting = pricer.setting
+    pricer, setting = problems.pricer, problems.pricer.setting
     block = setting.chain.representative(class_index)
     with_weights = sum(1 for other in setting.chain.blocks if other.parameters)
     prices = pricer.prices(grid)
     found: list[ClassOption] = []
-    for sharding in _shardings(pricer, grid, class_index, fixed):
+    for sharding in _shardings(problems, grid, class_index, fixed):
         cost = pricer.cost(block, sharding.choices, dict(sharding.parameters), grid)
         for zero in zero_choices(prices, setting.pins.zero):
             states = parameter_states(setting, block, sharding.parameters, prices, zero, shared)
@@ -299,18 +300,15 @@ def pinned_ways(ways: Sequence[Again], pin: str | None) -> Sequence[Again]:
 
 
 def _shardings(
-    pricer: Pricer, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
+    problems: ShardingProblems, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
 ) -> list[Sharding]:
-    setting = pricer.setting
-    block = setting.chain.representative(class_index)
-    problem = ShardingProblem(
-        pricer.space(block, pricer.block_mesh(grid), fixed),
-        pricer.prices(grid),
-        kept=_kept(pricer, grid, class_index),
-        backend=setting.backend,
-        time_limit_s=setting.time_limit_s,
+    problem = problems.of(grid, class_index, fixed)
+    prices = problems.pricer.prices(grid)
+    upkeep = Upkeep(
+        sync_s=sync_shares_s(problem.space, prices, grid.micro_batches),
+        kept=_kept(problems.pricer, grid, class_index),
     )
-    return pareto_shardings(problem)
+    return pareto_shardings(problem, upkeep)
 
 
 def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:

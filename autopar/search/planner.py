@@ -23,8 +23,9 @@ from autopar.search.infeasible import (
 from autopar.search.options import ClassOption, class_options
 from autopar.search.pipelines import FREE
 from autopar.search.pricer import Pricer
+from autopar.search.problems import ShardingProblems
 from autopar.search.setting import Setting
-from autopar.search.sharding import solve_sharding
+from autopar.search.sharding import Upkeep, sync_shares_s
 from autopar.search.stages import Staged, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
@@ -127,12 +128,14 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
+    problems: ShardingProblems = field(init=False)
     bounds: Bounds = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
-        self.bounds = Bounds(self.pricer)
+        self.problems = ShardingProblems(self.pricer)
+        self.bounds = Bounds(self.problems)
 
     def search(self) -> Found:
         """Best-first over all grids.
@@ -327,7 +330,7 @@ class Planner:
             shared = UNSPLIT
         key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
-            self._options[key] = class_options(self.pricer, grid, class_index, relevant, shared)
+            self._options[key] = class_options(self.problems, grid, class_index, relevant, shared)
         return self._options[key]
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
@@ -355,8 +358,8 @@ class Planner:
         return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
 
     def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:
-        block = self.setting.chain.representative(class_index)
-        space = self.pricer.space(block, self.pricer.block_mesh(grid))
-        solved = solve_sharding(space, self.pricer.prices(grid), backend=self.setting.backend)
+        problem, prices = self.problems.of(grid, class_index), self.pricer.prices(grid)
+        sync_s = sync_shares_s(problem.space, prices, grid.micro_batches)
+        solved = problem.solve(Upkeep(sync_s=sync_s))
         name = self.setting.sources[ref.name].fqn
         return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]

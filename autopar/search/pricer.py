@@ -31,6 +31,7 @@ from autopar.rules.index_expr import LOCAL
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
+from autopar.search.paths import Paths
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
 from autopar.search.running import Running
@@ -75,11 +76,9 @@ class Pricer:
     _saved: dict[int, SavedSet] = field(default_factory=dict)
     _kept_parameters: dict[int, frozenset[Ref]] = field(default_factory=dict)
     _prices: dict[object, Prices] = field(default_factory=dict)
-    _links: dict[tuple[tuple[str, ...], tuple[int, ...]], CollectiveTime] = field(
-        default_factory=dict
-    )
+    _links: dict[object, ClusterCollectives] = field(default_factory=dict)
     _joined: dict[object, CollectiveTime] = field(default_factory=dict)
-    _moves: dict[object, dict[object, float]] = field(default_factory=dict)
+    _paths: Paths = field(default_factory=Paths)
     _products: dict[int, Mapping[str, Product]] = field(default_factory=dict)
 
     @property
@@ -174,32 +173,33 @@ class Pricer:
             )
         return self._spaces[key]
 
-    def prices(self, grid: Grid, *, with_sync: bool = True) -> Prices:
-        """Prices on the mesh of a grid. Without sync gradients cost nothing to sum."""
-        shares = grid.micro_batches if with_sync else 0
-        mesh = (grid.names, grid.sizes)
-        stages = grid.pipe.num_stages
-        key = (mesh, grid.micro_batch, shares, stages)
+    def prices(self, grid: Grid) -> Prices:
+        """Prices on the mesh of a grid."""
+        key = (grid.names, grid.sizes, grid.micro_batch, grid.pipeline)
         if key not in self._prices:
-            if mesh not in self._links:
-                self._links[mesh] = self._collectives(grid.axes()).time_s
-            batch = grid.micro_batch * grid.batch_ranks
             self._prices[key] = Prices(
                 names=grid.names,
                 sizes=grid.sizes,
-                batch=batch,
-                micro_batches=shares,
+                batch=grid.micro_batch * grid.batch_ranks,
                 specs=self.setting.specs,
                 differentiable=self.setting.differentiable,
                 compute=self.compute,
-                collective=self._links[mesh],
-                moves=self._moves.setdefault((mesh, batch), {}),
+                collective=self.links(grid).time_s,
                 updated=self.setting.updated,
                 bucket_bytes=min(
-                    DEFAULT_CAP_BYTES, self.setting.whole_state.weights / stages / grid.tensor
+                    DEFAULT_CAP_BYTES,
+                    self.setting.whole_state.weights / grid.pipeline / grid.tensor,
                 ),
+                paths=self._paths,
             )
         return self._prices[key]
+
+    def links(self, grid: Grid) -> ClusterCollectives:
+        """The collectives along the mesh axes of a grid."""
+        key = (grid.names, grid.sizes)
+        if key not in self._links:
+            self._links[key] = self._collectives(grid.axes())
+        return self._links[key]
 
     def joined_s(self, grid: Grid, op: CollectiveOp, nbytes: float, axes: tuple[str, ...]) -> float:
         """Seconds of a collective over mesh axes together; several must be neighbours."""

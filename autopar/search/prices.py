@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.mesh import BATCH_AXES
 from autopar.ir.placement import R_STAR, Layout, R, Shard, largest_shape
 from autopar.ir.size import shape_at
-from autopar.plan.flow import Move, move_bytes, moves_between
+from autopar.plan.flow import Move, move_bytes
 from autopar.search.block import Option
+from autopar.search.paths import Paths
 
 ComputeTime = Callable[[OpNode, Option, "Prices"], tuple[float, float]]
 CollectiveTime = Callable[[CollectiveOp, float, str], float]
@@ -22,24 +26,25 @@ CollectiveTime = Callable[[CollectiveOp, float, str], float]
 class Prices:
     """Prices on one mesh for one micro-batch size.
 
-    `batch` counts the samples of a micro-batch over all data-parallel ranks. `micro_batches` is how
-    many share the cost of one gradient synchronisation. `compute(node, option, prices)` gives
-    forward and backward seconds; `collective(op, nbytes, axis)` seconds. `moves` remembers the
-    price of moves, which depends on mesh and batch alone. `updated` values cannot be moved.
+    `batch` counts the samples of a micro-batch over all data-parallel ranks.
+    `compute(node, option, prices)` gives forward and backward seconds; `collective(op, nbytes,
+    axis)` seconds. `updated` values cannot be moved. `paths` may be shared with other prices.
     Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     batch: int
-    micro_batches: int
     specs: Mapping[Ref, TensorSpec]
     differentiable: frozenset[Ref]
     compute: ComputeTime
     collective: CollectiveTime
-    moves: dict[object, float] = field(default_factory=dict, repr=False)
     updated: frozenset[Ref] = frozenset()
     bucket_bytes: float = 0.0
+    paths: Paths = field(default_factory=Paths, repr=False)
+    _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
         """Shape of a value's largest local part."""
@@ -54,7 +59,10 @@ class Prices:
 
     def move_s(self, move: Move) -> tuple[float, float]:
         """Forward and backward seconds of one move."""
-        spec, axis = self.specs[move.value], self.names[move.axis]
+        return self._move_s(move, self.specs[move.value])
+
+    def _move_s(self, move: Move, spec: TensorSpec) -> tuple[float, float]:
+        axis = self.names[move.axis]
 
         def seconds(op: CollectiveOp | None) -> float:
             if op is None:
@@ -63,26 +71,35 @@ class Prices:
 
         return seconds(move.transition.forward), seconds(move.transition.backward)
 
-    def reshard_s(self, ref: Ref, src: Layout, dst: Layout) -> float:
-        """Seconds, both passes, to bring a value from one layout to another; inf if impossible."""
-        if src == dst:
-            return 0.0
+    def reshard_s(
+        self, ref: Ref, have: Sequence[Layout], want: Sequence[Layout]
+    ) -> NDArray[np.float64]:
+        """Seconds, both passes, to bring a value from every layout of `have` to every one of
+        `want`; inf where that is impossible."""
         if ref in self.updated:
-            return 0.0 if _held(src) == _held(dst) else inf
-        key = (self.specs[ref], ref in self.differentiable, src, dst)
-        if key not in self.moves:
-            try:
-                path = moves_between(ref, src, dst, differentiable=ref in self.differentiable)
-                allowed = all(self._holds_samples(move) for move in path)
-                self.moves[key] = sum(sum(self.move_s(m)) for m in path) if allowed else inf
-            except KeyError:
-                self.moves[key] = inf
-        return self.moves[key]
+            same = [[_held(src) == _held(dst) for dst in want] for src in have]
+            return np.where(same, 0.0, inf)
+        table = self.paths.table(have, want, differentiable=ref in self.differentiable)
+        seconds: NDArray[np.float64] = self._moves_s(self.specs[ref], table)[table].sum(axis=2)
+        return seconds
 
-    def _holds_samples(self, move: Move) -> bool:
+    def _moves_s(self, spec: TensorSpec, used: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Seconds of the moves of all paths, for values like this one; of those not `used` yet
+        NaN."""
+        known = self._seconds.get(spec, np.array([0.0, inf]))
+        unknown = np.full(len(self.paths.moves) - len(known), np.nan)
+        known = self._seconds[spec] = np.concatenate([known, unknown])
+        for index in np.unique(used[np.isnan(known[used])]):
+            move = self.paths.moves[index]
+            if move is not None:
+                allowed = self._holds_samples(move, spec)
+                known[index] = sum(self._move_s(move, spec)) if allowed else inf
+        return known
+
+    def _holds_samples(self, move: Move, spec: TensorSpec) -> bool:
         """Whether a value that grows with the batch holds this rank's samples while it moves on an
         axis that does not split them; else its size would be that of other ranks' samples."""
-        grown = [dim for dim, size in enumerate(self.specs[move.value].shape) if size.is_batch]
+        grown = [dim for dim, size in enumerate(spec.shape) if size.is_batch]
         if not grown or self.names[move.axis] in BATCH_AXES:
             return True
         return all(

@@ -7,8 +7,9 @@ read three times is paid for once, as it is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from math import inf
 from typing import TypeVar
@@ -50,21 +51,42 @@ class Sharding:
     num_variables: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upkeep:
+    """What layouts cost beside a block's passes: `sync_s` per micro-batch for every layout of a
+    parameter, to sum its gradient once a step; `kept` bytes held per byte of a value."""
+
+    sync_s: Mapping[Ref, Sequence[float]] = field(default_factory=dict)
+    kept: Mapping[Ref, float] = field(default_factory=dict)
+
+
+NO_UPKEEP = Upkeep()
+
+
+def sync_shares_s(space: BlockSpace, prices: Prices, shares: int) -> dict[Ref, list[float]]:
+    """Seconds to sum the gradient of each parameter, for each of its layouts, where `shares`
+    micro-batches share them."""
+    return {
+        Ref(source.name): [prices.sync_s(Ref(source.name), x) / shares for x in layouts]
+        for source, layouts in space.parameters
+        if source.trainable
+    }
+
+
 class _Builder:
     """Collects the nodes and edges of the choice problem of one block."""
 
-    def __init__(self, space: BlockSpace, prices: Prices, memory_weight: dict[Ref, float]) -> None:
-        self.space, self.prices, self.kept = space, prices, memory_weight
+    def __init__(self, space: BlockSpace, prices: Prices) -> None:
+        self.space, self.prices = space, prices
         self.node_costs: list[NDArray[np.float64]] = []
         self.op_costs: list[NDArray[np.float64]] = []
-        self.usage: list[NDArray[np.float64]] = []
         self.edges: list[Edge] = []
+        self._bytes: dict[Ref, NDArray[np.float64]] = {}
         self.option_layouts: dict[Ref, tuple[int, list[Layout]]] = {}
 
     def add(self, costs: Sequence[float]) -> int:
         """Add a choice node with the given option costs; its index."""
         self.node_costs.append(np.asarray(costs, dtype=float))
-        self.usage.append(np.zeros(len(costs)))
         return len(self.node_costs) - 1
 
     def add_ops(self) -> None:
@@ -79,25 +101,32 @@ class _Builder:
             for output in range(len(node.outputs)):
                 ref = Ref(node.name, output)
                 self.option_layouts[ref] = (index, [o.outputs[output] for o in options])
-                self._charge_memory(ref)
 
     def add_parameters(self) -> None:
-        """One choice node per parameter, at its share of the gradient synchronisation."""
+        """One choice node per parameter."""
         for source, layouts in self.space.parameters:
-            ref = Ref(source.name)
-            shares = self.prices.micro_batches
-            paid = source.trainable and shares
-            index = self.add(
-                [self.prices.sync_s(ref, x) / shares if paid else 0.0 for x in layouts]
-            )
-            self.option_layouts[ref] = (index, list(layouts))
-            self._charge_memory(ref)
+            index = self.add([0.0] * len(layouts))
+            self.option_layouts[Ref(source.name)] = (index, list(layouts))
 
-    def _charge_memory(self, ref: Ref) -> None:
-        weight = self.kept.get(ref, 0.0)
-        if weight:
-            index, layouts = self.option_layouts[ref]
-            self.usage[index] += [weight * self.prices.local_bytes(ref, x) for x in layouts]
+    def usage(self, kept: Mapping[Ref, float]) -> list[NDArray[np.float64]]:
+        """Weighted bytes of every option of every node."""
+        usage = [np.zeros(len(costs)) for costs in self.node_costs]
+        for ref, weight in kept.items():
+            if weight and ref in self.option_layouts:
+                index, layouts = self.option_layouts[ref]
+                if ref not in self._bytes:
+                    held = [self.prices.local_bytes(ref, x) for x in layouts]
+                    self._bytes[ref] = np.array(held, dtype=float)
+                usage[index] += weight * self._bytes[ref]
+        return usage
+
+    def costs(self, sync_s: Mapping[Ref, Sequence[float]]) -> list[NDArray[np.float64]]:
+        """Seconds of every option of every node, with those of parameters."""
+        costs = list(self.node_costs)
+        for ref, seconds in sync_s.items():
+            index, _ = self.option_layouts[ref]
+            costs[index] = costs[index] + np.asarray(seconds, dtype=float)
+        return costs
 
     def add_values(self) -> None:
         """Connect every value to its readers, through a forms node where there are several."""
@@ -118,7 +147,7 @@ class _Builder:
         wanted = self._reader_layouts(index, position)
         if ref in self.space.given:
             have = self.space.given[ref]
-            self.node_costs[index] += [self.prices.reshard_s(ref, have, w) for w in wanted]
+            self.node_costs[index] += self._matrix(ref, [have], [(w,) for w in wanted])[0]
             return
         producer, layouts = self.option_layouts[ref]
         self.edges.append(
@@ -130,9 +159,7 @@ class _Builder:
     ) -> NDArray[np.float64]:
         """Seconds from every layout to every set of layouts; each pair is priced once."""
         rows, columns = _positions(have), _positions(x for form in forms for x in form)
-        moves = np.array(
-            [[self.prices.reshard_s(ref, x, want) for want in columns] for x in rows], dtype=float
-        )
+        moves = self.prices.reshard_s(ref, tuple(rows), tuple(columns))
         sets = _positions(forms)
         summed = [moves[:, [columns[x] for x in form]].sum(axis=1) for form in sets]
         table = np.stack(summed, axis=1)
@@ -190,14 +217,13 @@ def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
 
 
 class ShardingProblem:
-    """The priced ILP of one block, to be solved for several prices of a byte."""
+    """The priced ILP of one block, to be solved for several upkeeps and prices of a byte."""
 
     def __init__(
         self,
         space: BlockSpace,
         prices: Prices,
         *,
-        kept: Mapping[Ref, float] | None = None,
         backend: str = "highs",
         time_limit_s: float = 120.0,
     ) -> None:
@@ -205,7 +231,7 @@ class ShardingProblem:
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
         self._connected = False
         if self._possible:
-            self._builder = _Builder(space, prices, dict(kept or {}))
+            self._builder = _Builder(space, prices)
             self._builder.add_ops()
             self._builder.add_parameters()
 
@@ -218,7 +244,7 @@ class ShardingProblem:
         ops = self._builder.op_costs
         return sum(float(costs.min()) for costs in ops)
 
-    def solve(self, byte_price_s: float = 0.0) -> Sharding | None:
+    def solve(self, upkeep: Upkeep = NO_UPKEEP, byte_price_s: float = 0.0) -> Sharding | None:
         """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.
 
         None if the rules and pins leave none.
@@ -229,23 +255,30 @@ class ShardingProblem:
         if not self._connected:
             builder.add_values()
             self._connected = True
-        priced = zip(builder.node_costs, builder.usage, strict=True)
+        usage = builder.usage(upkeep.kept)
+        priced = zip(builder.costs(upkeep.sync_s), usage, strict=True)
         solution = solve_choice(
             ChoiceProblem(
-                node_costs=tuple(cost + byte_price_s * usage for cost, usage in priced),
+                node_costs=tuple(cost + byte_price_s * used for cost, used in priced),
                 edges=tuple(builder.edges),
             ),
             backend=self._backend,
             time_limit_s=self._time_limit_s,
         )
-        return None if solution.choices is None else self._decode(solution, byte_price_s)
+        if solution.choices is None:
+            return None
+        chosen = zip(usage, solution.choices, strict=True)
+        kept_bytes = sum(float(used[choice]) for used, choice in chosen)
+        return self._decode(solution, solution.choices, kept_bytes, byte_price_s * kept_bytes)
 
-    def _decode(self, solution: ChoiceSolution, byte_price_s: float) -> Sharding:
-        assert solution.choices is not None
-        space, choices = self.space, solution.choices
-        kept = sum(
-            float(usage[choice]) for usage, choice in zip(self._builder.usage, choices, strict=True)
-        )
+    def _decode(
+        self,
+        solution: ChoiceSolution,
+        choices: Sequence[int],
+        kept_bytes: float,
+        for_bytes_s: float,
+    ) -> Sharding:
+        space = self.space
         chosen = [
             (node, options[choice])
             for node, options, choice in zip(space.nodes, space.options, choices, strict=False)
@@ -259,47 +292,51 @@ class ShardingProblem:
                 (source.fqn, layouts[choices[first + i]])
                 for i, (source, layouts) in enumerate(space.parameters)
             ),
-            objective=solution.objective - byte_price_s * kept,
-            bound=solution.bound - byte_price_s * kept,
-            kept_bytes=kept,
+            objective=solution.objective - for_bytes_s,
+            bound=solution.bound - for_bytes_s,
+            kept_bytes=kept_bytes,
             status=solution.status,
             integral_relaxation=solution.integral_relaxation,
             num_variables=solution.num_variables,
         )
 
 
-def pareto_shardings(problem: ShardingProblem, *, depth: int = 2) -> list[Sharding]:
+def pareto_shardings(problem: ShardingProblem, upkeep: Upkeep, *, depth: int = 2) -> list[Sharding]:
     """Shardings from the fastest to the leanest: supported trade-offs of time for bytes.
 
     Each is optimal for some price of a byte, found by halving between neighbours (the dichotomic
     scheme of Aneja and Nair 1979), `depth` times.
     """
-    fastest = problem.solve()
+    solve = partial(problem.solve, upkeep)
+    fastest = solve()
     if fastest is None or fastest.kept_bytes <= 0:
         return [fastest] if fastest else []
-    dear = _DEAR * max(fastest.objective, _LEAST_S) / fastest.kept_bytes
-    leanest = problem.solve(dear)
+    leanest = solve(_DEAR * max(fastest.objective, _LEAST_S) / fastest.kept_bytes)
     if leanest is None or leanest.kept_bytes >= (1 - _WORTH) * fastest.kept_bytes:
         return [fastest]
-    return [fastest, *_between(problem, fastest, leanest, depth), leanest]
+    return [fastest, *_between(solve, fastest, leanest, depth), leanest]
 
 
 def _between(
-    problem: ShardingProblem, fast: Sharding, lean: Sharding, depth: int
+    solve: Callable[[float], Sharding | None], fast: Sharding, lean: Sharding, depth: int
 ) -> list[Sharding]:
     saved = fast.kept_bytes - lean.kept_bytes
     if not depth or saved <= _WORTH * fast.kept_bytes:
         return []
-    middle = problem.solve((lean.objective - fast.objective) / saved)
+    middle = solve((lean.objective - fast.objective) / saved)
     if middle is None:
         return []
     step = min(fast.kept_bytes - middle.kept_bytes, middle.kept_bytes - lean.kept_bytes)
     if step <= _TIE * fast.kept_bytes:
         return []
-    below = _between(problem, fast, middle, depth - 1)
-    return [*below, middle, *_between(problem, middle, lean, depth - 1)]
+    below = _between(solve, fast, middle, depth - 1)
+    return [*below, middle, *_between(solve, middle, lean, depth - 1)]
 
 
-def solve_sharding(space: BlockSpace, prices: Prices, *, backend: str = "highs") -> Sharding | None:
-    """The fastest sharding of a block, or None if the rules and pins leave none."""
-    return ShardingProblem(space, prices, backend=backend).solve()
+def solve_sharding(
+    space: BlockSpace, prices: Prices, *, shares: int = 1, backend: str = "highs"
+) -> Sharding | None:
+    """The fastest sharding of a block where `shares` micro-batches share a sum of gradients, or
+    None if the rules and pins leave none."""
+    upkeep = Upkeep(sync_s=sync_shares_s(space, prices, shares))
+    return ShardingProblem(space, prices, backend=backend).solve(upkeep)

@@ -152,7 +152,7 @@ def test_the_loss_is_whole_or_a_partial_sum():
 # -- prices ----------------------------------------------------------------------------------------
 
 
-def prices(specs, sizes=(4,), batch=8, differentiable=(), compute=None, micro_batches=1):
+def prices(specs, sizes=(4,), batch=8, differentiable=(), compute=None):
     """An all-reduce, and every other collective, takes a second and a second a byte moved."""
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     model = AlphaBeta(
@@ -164,7 +164,6 @@ def prices(specs, sizes=(4,), batch=8, differentiable=(), compute=None, micro_ba
         names=names,
         sizes=tuple(sizes),
         batch=batch,
-        micro_batches=micro_batches,
         specs=specs,
         differentiable=frozenset(differentiable),
         compute=compute or (lambda node, option, prices: (0.0, 0.0)),
@@ -196,15 +195,15 @@ def test_a_move_is_priced_by_its_collectives(before, after, forward, backward):
     with_grad = prices({ref: ACTIVATION}, differentiable=[ref])
     without = prices({ref: ACTIVATION})
     seconds = [with_grad.collective(*c, "axis0") if c else 0.0 for c in (forward, backward)]
-    assert with_grad.reshard_s(ref, (before,), (after,)) == pytest.approx(sum(seconds))
-    assert without.reshard_s(ref, (before,), (after,)) == pytest.approx(seconds[0])
+    assert with_grad.reshard_s(ref, [(before,)], [(after,)]) == pytest.approx(sum(seconds))
+    assert without.reshard_s(ref, [(before,)], [(after,)]) == pytest.approx(seconds[0])
 
 
 def test_a_move_that_does_not_exist_costs_infinity():
     ref = Ref("x")
     found = prices({ref: ACTIVATION}, differentiable=[ref])
-    assert found.reshard_s(ref, (S0,), (P,)) == inf
-    assert found.reshard_s(ref, (R_STAR,), (R,)) == inf
+    assert found.reshard_s(ref, [(S0,)], [(P,)]) == inf
+    assert found.reshard_s(ref, [(R_STAR,)], [(R,)]) == inf
 
 
 def test_moves_on_two_axes_go_axis_by_axis_on_what_is_left():
@@ -212,7 +211,7 @@ def test_moves_on_two_axes_go_axis_by_axis_on_what_is_left():
     found = prices({ref: ACTIVATION}, sizes=(2, 4))
     gather = found.collective(AG, NBYTES / 4, "axis0")
     gather += found.collective(AG, NBYTES, "axis1")
-    assert found.reshard_s(ref, (S0, S1), (R, R)) == pytest.approx(gather)
+    assert found.reshard_s(ref, [(S0, S1)], [(R, R)]) == pytest.approx(gather)
 
 
 def test_a_gradient_is_summed_over_the_axes_it_is_partial_on():
@@ -286,6 +285,9 @@ def choice_of(node, option):
     return NodeChoice(node=node.name, inputs=option.inputs, outputs=option.outputs)
 
 
+SHARES = 2
+
+
 def flow_seconds(space, found, options, layouts):
     """Computing, gradient sums, and every move that the generated program makes, one by one."""
     pairs = list(zip(space.nodes, options, strict=True))
@@ -306,7 +308,7 @@ def flow_seconds(space, found, options, layouts):
         sum(sum(found.compute(node, option, found)) for node, option in pairs)
         + sum(sum(found.inner_s(node, option)) for node, option in pairs)
         + sum(
-            found.sync_s(Ref(s.name), layout) / found.micro_batches
+            found.sync_s(Ref(s.name), layout) / SHARES
             for s, layout in zip(sources, layouts, strict=True)
         )
         + sum(sum(found.move_s(move)) for move in flow.moves())
@@ -325,7 +327,7 @@ def enumerate_all(space, found):
 
 
 def solved_seconds(space, found):
-    solved = solve_sharding(space, found)
+    solved = solve_sharding(space, found, shares=SHARES)
     by_name = dict(solved.parameters)
     options = [
         next(o for o in offered if choice_of(node, o) == choice)
@@ -343,7 +345,6 @@ def priced_space(seed, sizes, limit, ops=3):
         sizes=sizes,
         differentiable=space.differentiable,
         compute=random_compute(seed),
-        micro_batches=2,
     )
     return space, found
 

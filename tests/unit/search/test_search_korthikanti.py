@@ -23,6 +23,7 @@ from autopar.plan.plan import Recompute
 from autopar.search.grid import Grid
 from autopar.search.options import class_options
 from autopar.search.pricer import Pricer
+from autopar.search.problems import ShardingProblems
 from autopar.search.recompute import RecomputeProblem
 from autopar.search.setting import Setting
 from autopar.search.state import UNSPLIT
@@ -92,7 +93,7 @@ def solved():
         mesh = stage_mesh()
         grid = Grid(pipeline=1, mesh=mesh, micro_batch=1, micro_batches=2, schedule="1f1b")
         layer = max(chain.classes, key=lambda block_class: len(block_class.members))
-        options = class_options(Pricer(setting), grid, layer.index, {}, UNSPLIT)
+        options = class_options(ShardingProblems(Pricer(setting)), grid, layer.index, {}, UNSPLIT)
     problem, seconds = found[0]
     return problem, options, seconds
 

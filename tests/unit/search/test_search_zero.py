@@ -24,6 +24,7 @@ from autopar.plan.techniques import techniques
 from autopar.search.options import class_options, undominated
 from autopar.search.pins import parse_pins
 from autopar.search.pricer import Grid, Pricer
+from autopar.search.problems import ShardingProblems
 from autopar.search.setting import Setting
 from autopar.search.state import (
     UNSPLIT,
@@ -88,7 +89,7 @@ def grid(data=8, shard=1, tensor=1, micro_batches=1):
 def cost(pricer, on, choice):
     """State of the first block that has a weight."""
     block = next(b for b in pricer.setting.chain.blocks if b.parameters)
-    option = class_options(pricer, on, block.class_index, {})[0]
+    option = class_options(ShardingProblems(pricer), on, block.class_index, {})[0]
     layouts = [(name, state.layout) for name, state in option.states]
     states = parameter_states(pricer.setting, block, layouts, pricer.prices(on), choice, UNSPLIT)
     return state_cost(pricer, block, states, on)
@@ -181,7 +182,7 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
     """The first of four layers waits for its own weights: a quarter of what could hide does not."""
     found = pricer(pins=["zero=3", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
-    (option,) = class_options(found, grid(), block.class_index, {})
+    (option,) = class_options(ShardingProblems(found), grid(), block.class_index, {})
     run, gather = option.cost, option.state.gather_s
     assert option.overlaps
     assert option.cold == 1 / LAYERS
@@ -202,7 +203,7 @@ def test_gathering_adds_what_does_not_hide_behind_compute(pricer):
 def test_gradients_of_levels_2_and_3_are_summed_beside_the_last_backward(pricer, level, early):
     found = pricer(pins=[f"zero={level}", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
-    option = class_options(found, grid(), block.class_index, {})[0]
+    option = class_options(ShardingProblems(found), grid(), block.class_index, {})[0]
     option = replace(option, cold=0.0, hidden=1.0)
     state, again_s = option.state, option.state.gather_again_s(option.again.weights)
     together = LAYERS if level == 2 else 1
@@ -230,7 +231,7 @@ def test_gradients_are_sent_in_the_dtype_that_they_are_added_up_in(pricer):
 def test_on_a_cpu_nothing_hides(pricer):
     found = pricer("local:8", pins=["zero=3", "recompute=none"])
     block = next(b for b in found.setting.chain.blocks if b.parameters)
-    (option,) = class_options(found, grid(), block.class_index, {})
+    (option,) = class_options(ShardingProblems(found), grid(), block.class_index, {})
     assert option.forward_s == option.cost.forward_s + option.state.gather_s
 
 
@@ -242,7 +243,9 @@ def test_undominated_options_are_those_that_no_other_beats(pricer):
     every = [
         option
         for level in range(4)
-        for option in class_options(pricer(pins=[f"zero={level}"]), on, block.class_index, {})
+        for option in class_options(
+            ShardingProblems(pricer(pins=[f"zero={level}"])), on, block.class_index, {}
+        )
     ]
 
     def beats(a, b):

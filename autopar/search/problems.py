@@ -1,0 +1,98 @@
+"""The sharding problems of one setting, each priced once for all grids that it is the same for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.ir.collective import CollectiveOp
+from autopar.ir.graph import Ref
+from autopar.ir.mesh import batch_count
+from autopar.ir.placement import Layout
+from autopar.search.block import BlockSpace
+from autopar.search.grid import Grid
+from autopar.search.pricer import Pricer
+from autopar.search.prices import CollectiveTime, Prices
+from autopar.search.sharding import ShardingProblem
+
+
+@dataclass
+class ShardingProblems:
+    """Makes the problems of blocks, and remembers them.
+
+    What a block runs on one rank depends on the sizes of the axes that split samples only where
+    it has collectives over them. Grids that differ in these sizes alone share a problem otherwise,
+    if their other collectives take the same routes.
+    """
+
+    pricer: Pricer
+    _made: dict[object, ShardingProblem] = field(default_factory=dict)
+    _crosses: dict[int, bool] = field(default_factory=dict)
+
+    def of(
+        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout] | None = None
+    ) -> ShardingProblem:
+        """The problem of a class's block; `fixed` are layouts of parameters shared with others."""
+        return self._problem(grid, class_index, fixed or {}, over_samples=True)
+
+    def bounding(self, grid: Grid, class_index: int) -> ShardingProblem:
+        """The same, but for free collectives over the axes that split samples, if it has any."""
+        return self._problem(grid, class_index, {}, over_samples=False)
+
+    def _problem(
+        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], *, over_samples: bool
+    ) -> ShardingProblem:
+        pricer, mesh = self.pricer, self.pricer.block_mesh(grid)
+        space = pricer.space(pricer.setting.chain.representative(class_index), mesh, fixed)
+        samples, links = batch_count(grid.names), pricer.links(grid)
+        if id(space) not in self._crosses:
+            self._crosses[id(space)] = crosses_samples(space, samples)
+        crosses = self._crosses[id(space)]
+        paid = crosses and over_samples
+        key = (
+            id(space),
+            grid.micro_batch,
+            crosses and not over_samples,
+            grid.sizes[:samples] if paid else (),
+            tuple(links.routes(name) for name in grid.names[0 if paid else samples :]),
+        )
+        if key not in self._made:
+            prices = pricer.prices(grid)
+            if crosses and not over_samples:
+                prices = replace(prices, collective=_free_over(grid.names[:samples], prices))
+            self._made[key] = ShardingProblem(
+                space,
+                prices,
+                backend=pricer.setting.backend,
+                time_limit_s=pricer.setting.time_limit_s,
+            )
+        return self._made[key]
+
+
+def _free_over(axes: tuple[str, ...], prices: Prices) -> CollectiveTime:
+    def seconds(op: CollectiveOp, nbytes: float, axis: str) -> float:
+        return 0.0 if axis in axes else prices.collective(op, nbytes, axis)
+
+    return seconds
+
+
+def crosses_samples(space: BlockSpace, samples: int) -> bool:
+    """Whether a block may have collectives over the first `samples` axes, which split samples: in
+    an op, or because a value is made and read in different placements there."""
+    seen: dict[Ref, set[Layout]] = {}
+
+    def see(ref: Ref, layouts: Iterable[Layout]) -> None:
+        seen.setdefault(ref, set()).update(layout[:samples] for layout in layouts)
+
+    for ref, layout in (*space.given.items(), *space.required.items()):
+        see(ref, [layout])
+    for source, layouts in space.parameters:
+        see(Ref(source.name), layouts)
+    for node, options in zip(space.nodes, space.options, strict=True):
+        if any(s.collectives for option in options for s in option.strategies[:samples]):
+            return True
+        for position, ref in enumerate(node.inputs()):
+            see(ref, [option.inputs[position] for option in options])
+        for index in range(len(node.outputs)):
+            see(Ref(node.name, index), [option.outputs[index] for option in options])
+    return any(len(layouts) > 1 for layouts in seen.values())
