@@ -8,6 +8,7 @@ from enum import IntEnum
 from math import inf
 
 from autopar.costs.memory import reserve_bytes
+from autopar.ir.collective import CollectiveOp
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
@@ -53,6 +54,23 @@ class Bounds:
     def sharded(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
         return self._bound(grid, self._least_weights(grid), self._fastest)
+
+    def upkeep_s(self, grid: Grid, step_s: float) -> float:
+        """About what a grid's step takes beside `step_s` for its parameters: to sum gradients, and
+        to gather weights where their state does not fit otherwise, as far as the step does not hide
+        that. No bound: it tells which grids to look at first."""
+        whole, setting = self.pricer.setting.whole_state, self.pricer.setting
+        split = grid.pipeline * grid.tensor
+        axes = tuple(axis.name for axis in grid.mesh if axis.splits_samples and axis.size > 1)
+        gradients = whole.gradients / split
+        seconds = self.pricer.joined_s(grid, CollectiveOp.ALL_REDUCE, gradients, axes)
+        shared = (whole.master + whole.optimizer) / grid.batch_ranks
+        room = setting.memory_bytes(0) - reserve_bytes(setting.cluster.device(0))
+        if (whole.weights + whole.gradients + shared) / split > room:
+            weights = whole.weights / split
+            once_s = self.pricer.joined_s(grid, CollectiveOp.ALL_GATHER, weights, axes)
+            seconds += max(0.0, 2 * grid.micro_batches * once_s - step_s)
+        return seconds
 
     def weights(self, grid: Grid) -> Weights:
         """The objective of a grid: exact for equal stages and hidden messages.

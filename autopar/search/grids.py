@@ -17,10 +17,6 @@ from autopar.search.state import FREE_LEVELS
 
 WIDEST_TENSOR = 8
 
-NEAR = 1.1
-"""How many times the best plan's step a grid may take with 1F1B, by its bound, for other schedules
-to be searched on it."""
-
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
@@ -56,10 +52,7 @@ def _schedules_text() -> str:
     ]
     others = [name for name in SCHEDULES if name not in chunks]
     where_pinned = f" ({', '.join(others)} where pinned)" if others else ""
-    return (
-        f"{names[0]}, and where its bound is within {NEAR - 1:.0%} of the best, "
-        f"{', '.join(names[1:])}{where_pinned}"
-    )
+    return f"{', '.join(names)}{where_pinned}"
 
 
 def variants(setting: Setting, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:

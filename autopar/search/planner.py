@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
+from typing import NamedTuple
 
 from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.bounds import Bounds, Sharpness
 from autopar.search.grid import Grid
-from autopar.search.grids import NEAR, grids
+from autopar.search.grids import grids
 from autopar.search.infeasible import (
     explain_attention,
     explain_infeasible,
     explain_unsplittable,
 )
 from autopar.search.options import ClassOption, class_options
-from autopar.search.pipelines import FREE
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.setting import Setting
 from autopar.search.sharding import Upkeep, sync_shares_s
-from autopar.search.stages import Staged, partition_problem, solve_stages
+from autopar.search.stages import Staged, at_least, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
     ZeroChoice,
@@ -41,14 +41,21 @@ from solvers.solution import Status, relative_gap
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
 
-_Entry = tuple[float, tuple[int, int, tuple[int, ...], int], Sharpness, Grid]
-"""Bound, place among equals, how sharp the bound is, grid. Grids are bounded again, sharper, only
-when their turn comes."""
+
+class _Entry(NamedTuple):
+    """A grid that waits for its turn. Entries compare by what the grid promises, and then by its
+    place among equals. It is bounded again, sharper, only when its turn comes."""
+
+    promise: float
+    place: tuple[int, int, tuple[int, ...], int]
+    bound: float
+    sharpness: Sharpness
+    grid: Grid
+
 
 PATIENCE = 48
-"""Grids whose stages were solved, in a row without a better plan, after which the search of grids
-with the first schedule ends, and that of the others. Unlike a limit on time, it ends in the same
-place on any machine."""
+"""Grids whose stages were solved, in a row without a better plan, after which the search ends.
+Unlike a limit on time, it ends in the same place on any machine."""
 
 _HOPELESS = 4
 """Grids whose state alone does not fit that are solved to say by how much."""
@@ -79,11 +86,10 @@ class Found:
 @dataclass
 class _Seen:
     """What a search has solved so far; `left_s` bounds the `unsolved` grids for which there was no
-    time, `bounds` every grid with the first schedule, by its base."""
+    time."""
 
     total: int = 0
     looked_at: int = 0
-    bounds: dict[Grid, float] = field(default_factory=dict)
     solved: list[Staged] = field(default_factory=list)
     unfit: list[Staged] = field(default_factory=list)
     best: Staged | None = None
@@ -103,11 +109,19 @@ class _Seen:
             return inf
         return sorted(self._fastest.values())[self.top] * (1 - _TIE)
 
-    def ends_search(self, bound: float, gap: float) -> bool:
-        """Whether the best is known to be within `gap` of grids with that bound and more."""
+    def ends_search(self, queue: Sequence[_Entry], gap: float) -> bool:
+        """Whether the best is known to be within `gap` of all that is left."""
         if self.best is None or not gap or len(self._fastest) <= self.top:
             return False
-        return relative_gap(self.best.solution.objective, bound) <= gap
+        left_s = min((entry.bound for entry in queue), default=inf)
+        objective = self.best.solution.objective
+        return relative_gap(objective, min(left_s, objective)) <= gap
+
+    def leave(self, queue: Sequence[_Entry]) -> None:
+        """Give up what is left, of which that counts which might have been better."""
+        left = [entry.bound for entry in queue if entry.bound < self.limit_s]
+        self.unsolved += len(left)
+        self.left_s = min(self.left_s, *left, inf)
 
     def add(self, staged: Staged) -> None:
         """Keep what was found of a grid."""
@@ -128,14 +142,14 @@ class Planner:
     setting: Setting
     progress: Progress = lambda what, done: None
     pricer: Pricer = field(init=False)
-    problems: ShardingProblems = field(init=False)
+    shardings: ShardingProblems = field(init=False)
     bounds: Bounds = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
-        self.problems = ShardingProblems(self.pricer)
-        self.bounds = Bounds(self.problems)
+        self.shardings = ShardingProblems(self.pricer)
+        self.bounds = Bounds(self.shardings)
 
     def search(self) -> Found:
         """Best-first over all grids.
@@ -146,54 +160,41 @@ class Planner:
         deadline = time.monotonic() + self.setting.time_limit_s
         candidates = grids(self.setting)
         self._check_pins(candidates)
-        seen, first = _Seen(top=self.setting.top or 0), self._first_schedule()
-        for choose in (self._by_first_schedule, self._by_other_schedules):
-            queue = choose(candidates, first, seen)
-            seen.total += len(queue)
-            seen.in_vain = 0
-            left_s = self._drain(queue, seen, deadline)
-            if left_s is not None:
-                seen.left_s = min(seen.left_s, left_s)
+        seen = _Seen(total=len(candidates), top=self.setting.top or 0)
+        self._drain(self._heap(candidates), seen, deadline)
         if seen.best is None:
             raise InfeasiblePlan(explain_infeasible(self.pricer, seen.unfit))
         return self._found(seen)
 
-    def _drain(self, queue: list[_Entry], seen: _Seen, deadline: float) -> float | None:
-        """Look at grids in the order of their bounds until none left can be better.
-
-        Returns a bound on those left where time is up before that.
-        """
+    def _drain(self, queue: list[_Entry], seen: _Seen, deadline: float) -> None:
+        """Look at grids, those first that promise most, until none left can be better."""
         while queue:
-            bound, place, sharpness, grid = heapq.heappop(queue)
+            entry = heapq.heappop(queue)
+            bound, grid = entry.bound, entry.grid
             if seen.best is not None and bound >= seen.limit_s:
-                return None
-            if time.monotonic() > deadline and seen.best is not None:
-                seen.unsolved += len(queue) + 1
-                seen.timed_out = True
-                return bound
-            if bound == inf and len(seen.unfit) >= _HOPELESS:
-                return None
-            if seen.ends_search(bound, self.setting.gap):
-                seen.unsolved += len(queue) + 1
-                seen.close_enough = True
-                return bound
-            self.progress("searching grids", seen.looked_at / seen.total)
-            if sharpness < Sharpness.SCHEDULED and bound < inf:
-                # With a sharper bound the grid may stand further back.
-                bound, sharpness = self.bounds.sharper(grid, sharpness)
-                seen.bounds[grid.base] = max(bound, seen.bounds.get(grid.base, 0.0))
-                heapq.heappush(queue, (bound, place, sharpness, grid))
                 continue
-            if seen.best is not None and seen.in_vain >= PATIENCE:
-                seen.unsolved += len(queue) + 1
-                return bound
+            if bound == inf and (seen.best is not None or len(seen.unfit) >= _HOPELESS):
+                return
+            late = time.monotonic() > deadline
+            if seen.best is not None and (late or seen.in_vain >= PATIENCE):
+                seen.timed_out = late
+                seen.leave([entry, *queue])
+                return
+            self.progress("searching grids", seen.looked_at / seen.total)
+            if entry.sharpness < Sharpness.SCHEDULED and bound < inf:
+                # With a sharper bound the grid may stand further back.
+                heapq.heappush(queue, self._sharper(entry))
+                continue
             seen.looked_at += 1
             best, solved = seen.best, False
             for staged in self._solve(grid, seen):
                 seen.add(staged)
                 solved = True
             seen.in_vain += solved and seen.best is best
-        return None
+            if solved and seen.ends_search(queue, self.setting.gap):
+                seen.close_enough = True
+                seen.leave(queue)
+                return
 
     def _found(self, seen: _Seen) -> Found:
         """The best of what was seen, proven by an engine, and what bounds everything else."""
@@ -202,6 +203,7 @@ class Planner:
         assert best is not None
         proof = solve_stages(self.pricer, best.grid, best.options, best.problem, certify=True)
         chosen = proof if proof.solution.status.has_solution else best
+        chosen = at_least(chosen, best.solution.bound)
         others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not best]
         left_s = min([seen.left_s, *map(self._left_s, others)])
         optimal = chosen.solution.status is Status.OPTIMAL
@@ -237,44 +239,23 @@ class Planner:
         if message is not None:
             raise InfeasiblePlan(message)
 
-    def _first_schedule(self) -> tuple[str, int] | None:
-        """The schedule that is searched first; None where pins say which ones there are."""
-        pins = self.setting.pins
-        return FREE[0] if pins.schedule is None and pins.chunks is None else None
-
-    def _by_first_schedule(
-        self, candidates: tuple[Grid, ...], first: tuple[str, int] | None, seen: _Seen
-    ) -> list[_Entry]:
-        """A heap by their bounds of the grids with the first schedule."""
-        chosen = [g for g in candidates if first in (None, (g.schedule, g.chunks))]
-        queue = self._heap(chosen)
-        seen.bounds = {grid.base: bound for bound, _, _, grid in queue}
-        return queue
-
-    def _by_other_schedules(
-        self, candidates: tuple[Grid, ...], first: tuple[str, int] | None, seen: _Seen
-    ) -> list[_Entry]:
-        """The other schedules of the grids that came near with the first, or of all whose state
-        fits, if none gave a plan."""
-        if first is None:
-            return []
-        limit_s = inf if seen.best is None else NEAR * seen.best.solution.objective
-        chosen = [
-            grid
-            for grid in candidates
-            if (grid.schedule, grid.chunks) != first and seen.bounds[grid.base] < limit_s
-        ]
-        return self._heap(chosen)
-
-    def _heap(self, chosen: Sequence[Grid]) -> list[_Entry]:
-        """A heap of grids by their bounds; of equals, simpler ones come first."""
+    def _heap(self, candidates: Sequence[Grid]) -> list[_Entry]:
+        """A heap of grids by what they promise; of equals, simpler ones come first."""
         queue: list[_Entry] = []
-        for position, grid in enumerate(chosen):
-            self.progress("bounding grids", position / len(chosen))
+        for position, grid in enumerate(candidates):
+            self.progress("bounding grids", position / len(candidates))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            queue.append((self.bounds.computed(grid), place, Sharpness.COMPUTE, grid))
+            bound = self.bounds.computed(grid)
+            promise = bound + self.bounds.upkeep_s(grid, bound)
+            queue.append(_Entry(promise, place, bound, Sharpness.COMPUTE, grid))
         heapq.heapify(queue)
         return queue
+
+    def _sharper(self, entry: _Entry) -> _Entry:
+        bound, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
+        bound = max(bound, entry.bound)
+        promise = bound + self.bounds.upkeep_s(entry.grid, bound)
+        return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
 
     def _solve(self, grid: Grid, seen: _Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
@@ -295,6 +276,7 @@ class Planner:
                 seen.left_s = min(seen.left_s, bound)
                 return
             staged = solve_stages(self.pricer, grid, options, problem, limit_s=seen.limit_s)
+            staged = at_least(staged, bound)
             fits = staged.solution.status.has_solution
             yield staged
 
@@ -330,7 +312,7 @@ class Planner:
             shared = UNSPLIT
         key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
-            self._options[key] = class_options(self.problems, grid, class_index, relevant, shared)
+            self._options[key] = class_options(self.shardings, grid, class_index, relevant, shared)
         return self._options[key]
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
@@ -358,7 +340,7 @@ class Planner:
         return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
 
     def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:
-        problem, prices = self.problems.of(grid, class_index), self.pricer.prices(grid)
+        problem, prices = self.shardings.of(grid, class_index), self.pricer.prices(grid)
         sync_s = sync_shares_s(problem.space, prices, grid.micro_batches)
         solved = problem.solve(Upkeep(sync_s=sync_s))
         name = self.setting.sources[ref.name].fqn

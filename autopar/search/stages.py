@@ -277,6 +277,18 @@ def _bounded(solution: PartitionSolution, bound: float) -> PartitionSolution:
     return replace(solution, bound=bound, gap=gap, status=status)
 
 
+def at_least(staged: Staged, bound: float) -> Staged:
+    """The same with a bound that is known besides."""
+    solution = staged.solution
+    if not solution.status.has_solution or bound <= solution.bound:
+        return staged
+    bound = min(bound, solution.objective)
+    gap, status = relative_gap(solution.objective, bound), solution.status
+    if status is Status.FEASIBLE and gap <= _PROVEN:
+        status = Status.OPTIMAL
+    return replace(staged, solution=replace(solution, bound=bound, gap=gap, status=status))
+
+
 def _fuller(
     grid: Grid, problem: PartitionProblem, solution: PartitionSolution
 ) -> PartitionProblem | None:
