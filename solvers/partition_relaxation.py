@@ -14,35 +14,82 @@ from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE, Status
 
 _SLACK = 1e-6
+_BRANCHES = 3
+_LONGEST = "longest"
 _Terms = list[tuple[pulp.LpVariable, float]]
 
 
 def relaxed_bound(
-    problem: PartitionProblem, backend: Backend, *, time_limit_s: float = 10.0
+    problem: PartitionProblem,
+    backend: Backend,
+    *,
+    enough: float = math.inf,
+    time_limit_s: float = 10.0,
 ) -> float:
     """A lower bound on the objective, never below `lower_bound`; inf where nothing fits.
 
     Blocks may be split and stages take any of them, but every stage keeps to its own memory, with
     its own number of micro-batches in flight, and no stage may be longer than the longest. A first
     or last block that is alone of its class stays in the first or last stage.
+
+    Whole blocks tell more: either the longest stage takes at least what some option takes, or no
+    block runs by that option or by a longer one. The smaller of both relaxations is a bound again,
+    and is taken for the first option longer than the longest stage so far, until that gains
+    nothing or the bound is `enough`.
     """
     cheap = lower_bound(problem)
-    if math.isinf(cheap):
+    if math.isinf(cheap) or cheap >= enough:
         return cheap
     scaled = problem.scaled()
-    model = _model(scaled)
+    scale = min(scaled.time_scale)
+    times = sorted({scale * o.time_s for kind in set(scaled.blocks) for o in scaled.classes[kind]})
+
+    def relax(least_s: float, below_s: float = math.inf) -> tuple[float, float]:
+        return _relax(scaled, backend, time_limit_s, max(least_s, shortest_s), below_s)
+
+    shortest_s = scale * least_bottleneck(scaled)
+    bound, longest_s = relax(shortest_s)
+    for _ in range(_BRANCHES):
+        step_s = next((t for t in times if t > longest_s * (1 + _SLACK)), math.inf)
+        if bound >= enough or math.isinf(step_s):
+            break
+        without, _ = relax(shortest_s, step_s)
+        if without <= bound * (1 + _SLACK):
+            break
+        longer, longest_s = relax(step_s)
+        bound = max(bound, min(without, longer))
+        if without <= longer:
+            break
+    return max(cheap, bound)
+
+
+def _relax(
+    problem: PartitionProblem,
+    backend: Backend,
+    time_limit_s: float,
+    least_s: float,
+    below_s: float,
+) -> tuple[float, float]:
+    """A bound where the longest stage takes `least_s` and no block `below_s` or more, and how long
+    the longest stage is then."""
+    model = _model(problem, least_s, below_s)
+    if model is None:
+        return math.inf, math.inf
     result = backend.solve(model, time_limit_s=time_limit_s, gap=0.0, relax=True)
     if result.status is Status.INFEASIBLE:
-        return math.inf
-    bound = result.bound + least_cuts(scaled)
-    return max(cheap, bound * (1 - _SLACK)) if math.isfinite(bound) else cheap
+        return math.inf, math.inf
+    if not math.isfinite(result.bound):
+        return 0.0, math.inf
+    longest_s = model.variablesDict()[_LONGEST].value()
+    bound = (result.bound + least_cuts(problem)) * (1 - _SLACK)
+    return bound, math.inf if longest_s is None else longest_s
 
 
-def _model(problem: PartitionProblem) -> pulp.LpProblem:
-    """How many blocks of a class run by which option on which stage, in parts."""
+def _model(problem: PartitionProblem, least_s: float, below_s: float) -> pulp.LpProblem | None:
+    """How many blocks of a class run by which option on which stage, in parts; None where some
+    class has no option that takes less than `below_s`."""
     model = pulp.LpProblem("stages", pulp.LpMinimize)
-    least_s = min(problem.time_scale) * least_bottleneck(problem)
-    longest = model.add_variable("longest", lowBound=least_s)
+    longest = model.add_variable(_LONGEST, lowBound=least_s)
     sync = model.add_variable("sync", lowBound=0.0)
     counts = Counter(problem.blocks)
     work: list[_Terms] = [[] for _ in range(problem.num_stages)]
@@ -51,6 +98,8 @@ def _model(problem: PartitionProblem) -> pulp.LpProblem:
     for kind, count in sorted(counts.items()):
         parts = []
         for option, values in enumerate(problem.classes[kind]):
+            if min(problem.time_scale) * values.time_s >= below_s:
+                continue
             for stage in _stages(problem, kind, count):
                 part = model.add_variable(f"n_{kind}_{option}_{stage}", lowBound=0.0)
                 parts.append(part)
@@ -58,6 +107,8 @@ def _model(problem: PartitionProblem) -> pulp.LpProblem:
                 saved = problem.in_flight[stage] * values.saved_bytes
                 held[stage].append((part, values.static_bytes + saved))
                 once[stage].append((part, values.sync_s))
+        if not parts:
+            return None
         model += pulp.lpSum(parts) == count
     for terms in work:
         model += pulp.LpAffineExpression(terms) <= longest

@@ -97,7 +97,7 @@ def _excess_bytes(planner: Planner, grid: Grid, capacity: bool) -> tuple[float, 
     """The least that was found over all ways to lay parameters that several blocks share, and a
     bound of it. They differ where stages share ranks: together they may fit, and no rank alone."""
     least = bound = inf
-    for _, options, problem in planner.problems(grid):
+    for options, problem in planner.problems(grid):
         own = least_excess(problem if capacity else _unlimited(problem))
         bound = min(bound, own)
         if problem.shares_ranks:

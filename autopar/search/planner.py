@@ -265,8 +265,8 @@ class Planner:
         solved; what the others could still take is remembered as left.
         """
         found = [
-            (self._relaxed(problem) if bound < seen.limit_s else bound, index, options, problem)
-            for index, (bound, options, problem) in enumerate(self.problems(grid))
+            (self._relaxed(problem, seen.limit_s), index, options, problem)
+            for index, (options, problem) in enumerate(self.problems(grid))
         ]
         fits = False
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
@@ -282,8 +282,8 @@ class Planner:
 
     def problems(
         self, grid: Grid
-    ) -> Iterator[tuple[float, dict[int, tuple[ClassOption, ...]], PartitionProblem]]:
-        """A bound and the problem for every way to lay parameters that several blocks share."""
+    ) -> Iterator[tuple[dict[int, tuple[ClassOption, ...]], PartitionProblem]]:
+        """The problem for every way to lay parameters that several blocks share."""
         for fixed, shared in product(self._fixings(grid), self._shared_zeros(grid)):
             options = {
                 c.index: self._class_options(grid, c.index, fixed, shared)
@@ -291,10 +291,10 @@ class Planner:
             }
             if all(options.values()):
                 problem = partition_problem(self.pricer, grid, options, self.bounds.weights(grid))
-                yield lower_bound(problem), options, problem
+                yield options, problem
 
-    def _relaxed(self, problem: PartitionProblem) -> float:
-        return relaxed_bound(problem, get_backend(self.setting.backend))
+    def _relaxed(self, problem: PartitionProblem, enough: float) -> float:
+        return relaxed_bound(problem, get_backend(self.setting.backend), enough=enough)
 
     def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
         """The ZeRO choices for the parameters that several blocks read, which must agree."""

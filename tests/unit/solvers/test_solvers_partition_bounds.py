@@ -50,6 +50,17 @@ def test_whole_blocks_cannot_be_shared_out_evenly():
     assert lower_bound(chain(7, 3, one, fixed_cuts=(1, 2))) == pytest.approx(7 + 10 * 5)
 
 
+def test_a_stage_of_whole_blocks_takes_what_an_option_takes():
+    fast = BlockOption(time_s=1.0, static_bytes=12.0, saved_bytes=0.0)
+    lean = BlockOption(time_s=2.0, static_bytes=4.0, saved_bytes=0.0)
+    problem = chain(4, 4, fast, lean, capacity=(10.0,) * 4)
+    # three quarters of every block could run fast, but no whole one
+    assert lower_bound(problem) == pytest.approx(14 * 1.25)
+    assert relaxed_bound(problem, HIGHS) == pytest.approx(4 * 1.25 + 10 * 2, rel=1e-5)
+    assert relaxed_bound(problem, HIGHS, enough=17) == pytest.approx(14 * 1.25)
+    assert best_partition(problem) == pytest.approx(14 * 2)
+
+
 def test_blocks_of_two_lengths_keep_their_order():
     slow, fast = (BlockOption(time_s=t, static_bytes=0.0, saved_bytes=0.0) for t in (3.0, 1.0))
     problem = dataclasses.replace(
