@@ -1,12 +1,15 @@
-"""Fit the constants of the cost model to the published runs of the fit part, device by device.
+"""Fit the constants of the cost model to the published runs of the fit part, chip by chip.
 
-python benchmarks/calibrate.py [FILE ...] [--cache DIR] [--device NAME ...] [-o FILE]
+python benchmarks/calibrate.py [FILE ...] [--cache DIR] [-o FILE]
 
 Every run of the fit part is priced with its own plan and taken apart into its ops and collectives
 (`replay.terms`); then the constants that give the least error are searched for, one at a time, in
 smaller and smaller steps. Writes the table that `autopar.costs.calibration` loads.
 
-What is fitted is what no datasheet says: see `EfficiencyCurve`. Links are not: they are measured
+What is fitted is what no kernel's own benchmark says: how much of the best measured matrix product
+lasts when a device is busy for hours (power, clocks), and what 8-bit products reach of theirs. The
+other constants of a chip are those that kernels were measured at (`costs.calibration.CURVES`), and
+what a framework does differently is its own (`replay.frameworks`). Links are measured too
 (`benchmarks/collectives.py`). Errors count up to 50 %, so that runs on a broken network pull at
 nothing; every source counts as the root of its number of runs.
 """
@@ -19,33 +22,30 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from published import DATA
+from replay.frameworks import framework_of
 from replay.price import Captures, search
-from replay.quick import Constants, Quick, Run
+from replay.quick import Array, Constants, Quick, Run
 from replay.rows import Row, Unpriced, job, left_out, measured_s, read_rows, thinned
 from replay.split import part
 from replay.terms import terms
 
-from autopar.costs.calibration import CURVES, PATH, curve_of
+from autopar.costs.calibration import CHIPS, PATH, EfficiencyCurve, curve_of, kernels_of
 from autopar.errors import AutoparError
 from autopar.search.make import predicted
 
-BOUNDS: Mapping[str, tuple[float, float]] = {
-    "sustained": (0.5, 1.0),
-    "memory": (0.75, 0.95),
-    "attention": (0.3, 0.75),
-    "half_dim": (16.0, 256.0),
-    "ramp_s": (5e-7, 5e-6),
-    "hidden": (0.7, 1.0),
-}
-"""What is fitted, and between what: outside, it would stand for something else. Kernels that
-stream reach 0.75 to 0.95 of the bandwidth; fused attention 0.3 to 0.75 of the peak, both passes
-(Dao 2023, figure 4 to 6; Shah et al. 2024, figure 5)."""
+BOUNDS: Mapping[str, tuple[float, float]] = {"sustained": (0.5, 1.0), "narrow": (0.6, 1.0)}
+"""What is fitted, and between what: `narrow` to runs whose products are of 8 bits, and where there
+are others too; the rest to all."""
+
+HOSTS_S = [float(f"{5e-6 * 1.05**k:.3g}") for k in range(64)]
+"""What a host may take to start a kernel, where a framework is said to wait for it."""
 
 MOST_ERROR = 0.5
 MOST_RUNS = 32
@@ -59,13 +59,17 @@ _ROUNDS, _FIRST_STEP, _SHRINK, _MOVES = 6, 1.3, 0.6, 12
 
 
 def is_fitted_on(row: Row) -> bool:
-    """Whether a row of the fit part is used: those with a step time, but for HF's.
+    """Whether a row of the fit part is used: those with a step time whose kernels are good and
+    whose network is sound.
 
-    HF's are of several versions of the code on a network that slows down tenfold from 1 node to
-    64; what they measure on one node is the host (`replay.frameworks.NANOTRON_HOST_S`).
+    Chips have the constants of good kernels, so that frameworks which run op by op say nothing of
+    them, nor do experts, whose time is that of their exchanges. HF's network slows down tenfold
+    from 1 node to 64, so that only its runs on one node are used.
     """
-    mixed = str(row["dataset"]).startswith("HF Ultra-Scale")
-    return left_out(row) is None and measured_s(row) is not None and not mixed
+    failing = str(row["dataset"]).startswith("HF Ultra-Scale")
+    sound = not failing or row["n_gpus"] <= row.get("gpus_per_node", 8)
+    good = framework_of(row).execution.fuses and not row.get("moe_experts")
+    return left_out(row) is None and measured_s(row) is not None and good and sound
 
 
 def _is_priced(row: Row) -> bool:
@@ -101,7 +105,8 @@ def _kept(row: Row, captures: Captures, folder: Path | None) -> Run:
         predicted_s=predicted(planner, solved).step_s,
         base=Constants.of(curve_of(planner.pricer.device)),
         device=planner.pricer.device,
-        host_s=asked.framework.execution.host_s,
+        execution=asked.execution,
+        product_dtype=planner.setting.training.precision.product_dtype,
         terms=terms(planner.pricer, solved.best),
         weights=(solved.best.problem.sum_weight, solved.best.problem.max_weight or 0.0),
     )
@@ -114,18 +119,26 @@ def _kept(row: Row, captures: Captures, folder: Path | None) -> Run:
 
 
 def fit(found: Sequence[Run], start: Constants) -> tuple[Constants, dict[str, float]]:
-    """The constants with the least error on runs of one device, and how large it is."""
-    quick = Quick(found)
+    """The constants with the least error on runs of one chip, and how large it is."""
+    found = sorted(found, key=lambda run: run.device.name)
+    by_device = [list(own) for _, own in groupby(found, key=lambda run: run.device.name)]
+    quick = [Quick(own) for own in by_device]
     measured = np.array([run.measured_s for run in found])
     sizes = Counter(run.source for run in found)
     weight = np.array([sizes[run.source] ** -0.5 for run in found])
 
+    def step_s(constants: Constants) -> Array:
+        return np.concatenate([each.step_s(constants) for each in quick])
+
     def loss(constants: Constants) -> float:
-        error = np.abs(np.log(quick.step_s(constants) / measured))
+        error = np.abs(np.log(step_s(constants) / measured))
         return float((weight * np.minimum(error, MOST_ERROR)).sum() / weight.sum())
 
-    best = _descend(loss, start)
-    error = np.abs(quick.step_s(best) / measured - 1)
+    kinds = {bool(run.product_dtype) for run in found}
+    best = _descend(
+        loss, start, {k: v for k, v in BOUNDS.items() if k != "narrow" or len(kinds) > 1}
+    )
+    error = np.abs(step_s(best) / measured - 1)
     return best, {
         "runs": len(found),
         "median_error": round(float(np.median(error)), 4),
@@ -133,11 +146,28 @@ def fit(found: Sequence[Run], start: Constants) -> tuple[Constants, dict[str, fl
     }
 
 
-def _descend(loss: Callable[[Constants], float], start: Constants) -> Constants:
+def fit_host(found: Sequence[Run], constants: Constants) -> float:
+    """Seconds that a host takes to start a kernel, by runs of one framework on one chip."""
+    quick = Quick(found)
+    measured = np.array([run.measured_s for run in found])
+
+    def loss(host_s: float) -> float:
+        quick.runs = [
+            replace(run, execution=replace(run.execution, host_s=host_s)) for run in found
+        ]
+        error = np.abs(np.log(quick.step_s(constants) / measured))
+        return float(np.minimum(error, MOST_ERROR).sum())
+
+    return min(HOSTS_S, key=loss)
+
+
+def _descend(
+    loss: Callable[[Constants], float], start: Constants, bounds: Mapping[str, tuple[float, float]]
+) -> Constants:
     """Coordinate search: every constant in turn, by a factor that shrinks."""
     best, least, step = start, loss(start), _FIRST_STEP
     for _ in range(_ROUNDS):
-        for name, (low, high) in BOUNDS.items():
+        for name, (low, high) in bounds.items():
             for factor in (step, 1 / step):
                 for _ in range(_MOVES):
                     value = min(high, max(low, getattr(best, name) * factor))
@@ -158,22 +188,34 @@ def table(rows: Sequence[Row], captures: Captures, folder: Path | None) -> dict[
     used.sort(key=lambda r: tuple(str(r.get(n)) for n in ("hidden", "layers", "seq_len", "id")))
     by_device: dict[str, list[Run]] = {}
     for run in runs(used, captures, folder):
-        by_device.setdefault(run.device.name, []).append(run)
-    devices = {}
+        name = run.device.name
+        by_device.setdefault(CHIPS.get(name, name), []).append(run)
+    devices, hosts = {}, {}
     for name, found in sorted(by_device.items()):
         if len(found) < LEAST_RUNS:
             continue
-        best, errors = fit(found, Constants.of(CURVES[found[0].device.kind]))
+        best, errors = fit(found, Constants.of(kernels_of(found[0].device)))
         if errors["p90_error"] > WORST_ERROR:
             continue
-        curve = {key: float(f"{getattr(best, key):.4g}") for key in BOUNDS}
+        for source, own in _waiting(found).items():
+            hosts[source] = fit_host(own, best)
+        curve = {f.name: float(f"{getattr(best, f.name):.4g}") for f in fields(EfficiencyCurve)}
         sources = Counter(run.source for run in found)
         devices[name] = {
             "constants": curve,
             "fit": errors,
             "sources": dict(sorted(sources.items())),
         }
-    return {"devices": devices}
+    return {"devices": devices, "hosts": hosts}
+
+
+def _waiting(found: Sequence[Run]) -> dict[str, list[Run]]:
+    """By source, the runs whose host may not keep ahead of the device."""
+    by_source: dict[str, list[Run]] = {}
+    for run in found:
+        if run.execution.host_s:
+            by_source.setdefault(run.source, []).append(run)
+    return by_source
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from replay.document import document
 from replay.figures import error_figures, p90
 from replay.nccl import errors_by_part as collective_errors
 from replay.price import Captures, grid_step_s, memory_bytes, peak_bytes, search
+from replay.residuals import traits
 from replay.rows import (
     Row,
     Unpriced,
@@ -56,6 +57,7 @@ class Result:
     group: str | None
     measured_s: float | None
     oom: bool
+    traits: tuple[str, ...] = ()
     step_s: float | None = None
     peak_gib: float | None = None
     fits: bool | None = None
@@ -79,6 +81,7 @@ def price(row: Row, captures: Captures, split: str) -> Result:
         "group": row.get("plan_group"),
         "measured_s": measured_s(row),
         "oom": is_oom(row),
+        "traits": tuple(traits(row)),
     }
     try:
         asked = job(row)

@@ -24,7 +24,8 @@ class EfficiencyCurve:
     A dim of `half_dim` halves a matrix product's efficiency; `ramp_s` is the time a kernel needs to
     fill and drain the device; `sustained` is the share of the best measured matrix product that
     lasts; `memory` the share of the bandwidth, and `attention` of the peak, that kernels and fused
-    attention reach; `hidden` the share of communication beside compute that costs no time.
+    attention reach; `hidden` the share of communication beside compute that costs no time; `narrow`
+    what products of 8 bits reach of their peak, next to those of 16.
     """
 
     half_dim: float
@@ -33,7 +34,18 @@ class EfficiencyCurve:
     sustained: float = 1.0
     attention: float = 0.6
     hidden: float = 1.0
+    narrow: float = 1.0
 
+
+CHIPS: Mapping[str, str] = {
+    "a100-40gb": "a100-80gb",
+    "a100-pcie-80gb": "a100-80gb",
+    "h200-sxm": "h100-sxm",
+    "h800-sxm": "h100-sxm",
+    "v100-32gb": "v100-16gb",
+}
+"""Devices with the chip of another, which they share constants with: their memory differs, their
+links and their clocks, and those are figures of their own."""
 
 CURVES: dict[str, EfficiencyCurve] = {
     "cuda": EfficiencyCurve(half_dim=128.0, ramp_s=2e-6, memory=0.8),
@@ -45,6 +57,19 @@ Set by eye to published cuBLAS sweeps (a third of the peak at 1024-cubes and mor
 2048-cubes on H100-class devices) and to FlashAttention's figures (0.5 to 0.73 on A100, Dao 2023,
 figure 4; 0.35 to 0.75 on H100, Shah et al. 2024, figure 5). A CPU's bandwidth is measured, and so
 has its efficiency in it."""
+
+MEASURED: Mapping[str, EfficiencyCurve] = {
+    "h100-sxm": EfficiencyCurve(half_dim=128.0, ramp_s=2e-6, memory=0.8, attention=0.5),
+}
+"""By chip, where kernels of it were measured at other than that: cuDNN's causal attention on H100
+reaches 0.49 to 0.55 of the peak forward for heads of 128, and less backward (Shah et al. 2024,
+figures 5 and 6)."""
+
+
+def kernels_of(device: DeviceSpec) -> EfficiencyCurve:
+    """What kernels of a device were measured at, nothing fitted to training runs."""
+    chip = CHIPS.get(device.name, device.name)
+    return MEASURED.get(chip) or CURVES.get(device.kind, CURVES["cuda"])
 
 
 def parse_calibration(text: str, *, where: str = "calibration") -> Mapping[str, EfficiencyCurve]:
@@ -75,5 +100,5 @@ CALIBRATED: Mapping[str, EfficiencyCurve] = parse_calibration(
 
 
 def curve_of(device: DeviceSpec) -> EfficiencyCurve:
-    """The constants of a device: fitted, or else those of its kind."""
-    return CALIBRATED.get(device.name) or CURVES.get(device.kind, CURVES["cuda"])
+    """The constants of a device: fitted to its chip, or else those of its kernels."""
+    return CALIBRATED.get(CHIPS.get(device.name, device.name)) or kernels_of(device)

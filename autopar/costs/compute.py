@@ -63,13 +63,14 @@ def _with_ramp(best: float, flops: float, dtype: str, device: DeviceSpec) -> flo
     return ideal_s / (ideal_s / best + curve_of(device).ramp_s) if flops and best else 0.0
 
 
-def attention_efficiency(op: LocalOp, device: DeviceSpec) -> float:
-    """Share of the peak that attention reaches; fused kernels depend on the work, not on dims."""
+def attention_efficiency(op: LocalOp, device: DeviceSpec, share: float = 1.0) -> float:
+    """Share of the peak that attention reaches; fused kernels depend on the work, not on dims.
+    `share` is how fast theirs are next to the device's best."""
     kernel = attention_kernel(op, op.input_shapes[:3], op.input_dtypes[0], device.kind)
     if kernel != FUSED:
         return matmul_efficiency(attention_contractions(op)[0], op.input_dtypes[0], device)
     flops = op_flops(op).forward_flops
-    return _with_ramp(curve_of(device).attention, flops, op.input_dtypes[0], device)
+    return _with_ramp(share * curve_of(device).attention, flops, op.input_dtypes[0], device)
 
 
 def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:
@@ -79,12 +80,18 @@ def memory_s(nbytes: float, device: DeviceSpec, kernels: int = 1) -> float:
 
 
 def op_time(
-    op: LocalOp, device: DeviceSpec, profile: Profile | None = None, *, product_dtype: str = ""
+    op: LocalOp,
+    device: DeviceSpec,
+    profile: Profile | None = None,
+    *,
+    product_dtype: str = "",
+    attention: float = 1.0,
 ) -> OpTime:
     """Forward and backward time of `op` on `device`.
 
     With `product_dtype` the operands of linear layers are cast to it before each product; what a
-    profile measured without does not count for those.
+    profile measured without does not count for those. `attention` is how fast fused
+    attention is next to the device's best.
 
     The backward time covers the gradients of all inputs marked in `grad_inputs`; price the op with
     fewer marks to split it (backward for input, backward for weight).
@@ -98,7 +105,7 @@ def op_time(
         return OpTime(
             forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0, source=source
         )
-    rate = _flop_rate(op, device, product_dtype if narrow else "")
+    rate = _flop_rate(op, device, product_dtype if narrow else "", attention)
     casts = cast_traffic(op) if narrow else FREE
 
     def roofline(work: float, nbytes: int, kernels: int) -> float:
@@ -114,13 +121,14 @@ def op_time(
     return OpTime(forward_s=forward_s, backward_s=backward_s if op.requires_grad else 0.0)
 
 
-def _flop_rate(op: LocalOp, device: DeviceSpec, product_dtype: str) -> float:
+def _flop_rate(op: LocalOp, device: DeviceSpec, product_dtype: str, share: float) -> float:
     """FLOP/s that `op` reaches; float32 products run at the float32 rate, as torch's default is."""
     if is_attention(op.name):
-        return device.flops(op.input_dtypes[0]) * attention_efficiency(op, device)
+        return device.flops(op.input_dtypes[0]) * attention_efficiency(op, device, share)
     if product := contraction(op):
         dtype = product_dtype or op.output_dtypes[0]
-        return device.flops(dtype) * matmul_efficiency(product, dtype, device)
+        narrow = curve_of(device).narrow if product_dtype else 1.0
+        return device.flops(dtype) * narrow * matmul_efficiency(product, dtype, device)
     return device.flops("float32") * VECTOR_EFFICIENCY
 
 

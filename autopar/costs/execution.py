@@ -18,26 +18,53 @@ HOST_COLLECTIVE = 4
 class Execution:
     """What overlaps and what is fused.
 
-    `early_sync` are the ZeRO levels at which gradients are summed during the last backward.
-    `fuses`: a chain of pointwise ops is one kernel; `fuses_accumulation`: a product that makes a
-    weight's gradient adds it to the sum itself. `hides_messages`: those between stages run
-    beside compute. `scatters_messages`: tensor ranks that hold the same value each send a part of
-    it, gathered on the other side. `host_s`: seconds of the host to start a kernel, where it may
-    not keep ahead of the device. `step_bytes` are moved per parameter in passes of their own before
-    the optimizer's.
+    `early_sync` are the ZeRO levels at which gradients are summed during the last backward, or of
+    `reduces_each` during that of every micro-batch. `fuses`: a chain of pointwise ops is one
+    kernel; `fuses_accumulation`: a product that makes a weight's gradient adds it to the sum
+    itself. `hides_messages`: those between stages run beside compute; `hides_tensor`: what tensor
+    ranks gather and scatter moves beside the products that read or make it, in a part for each of
+    them. `scatters`: tensor ranks that hold the same value each send a part of it to the next stage
+    or to experts, gathered on the other side. `host_s`: seconds of the host to start a kernel,
+    where it may not keep ahead of the device. `step_bytes` are moved per parameter in passes of
+    their own before the optimizer's. `attention` is how fast its fused attention is next to the
+    device's best. `whole_outside`: modules by name outside which tensor ranks
+    all run ops whole, if any.
+    `flat`: weights at ZeRO level 3 are gathered, and their gradients summed, in buckets.
+    `live_parameters` of a stage stay whole from one pass to the next at ZeRO level
+    3, those that are needed first.
     """
 
     early_sync: frozenset[int] = EARLY_LEVELS
+    reduces_each: frozenset[int] = frozenset()
     fuses: bool = False
     fuses_accumulation: bool = False
     hides_messages: bool = True
-    scatters_messages: bool = False
+    hides_tensor: bool = False
+    scatters: bool = False
     host_s: float = 0.0
     step_bytes: int = 0
+    attention: float = 1.0
+    whole_outside: tuple[str, ...] = ()
+    flat: bool = False
+    live_parameters: float = 0.0
 
     def host_floor_s(self, kernels: float, collectives: float) -> float:
         """What a pass of a block takes at least, however fast the device is."""
         return self.host_s * (kernels + HOST_COLLECTIVE * collectives)
+
+    def gathered_share(self, parameters: float) -> float:
+        """The part of a stage's parameters that a pass has to gather, of those that lie in
+        shards."""
+        return max(0.0, 1 - self.live_parameters / parameters) if parameters else 0.0
+
+    def hidden_tensor_s(
+        self, tensor_s: float, compute_s: float, ranks: int, hidden: float
+    ) -> float:
+        """What of `tensor_s`, gathering and scattering over tensor ranks, hides behind compute: all
+        but the first part or the last (userbuffers of NVIDIA Transformer Engine)."""
+        if not self.hides_tensor:
+            return 0.0
+        return hidden * (1 - 1 / ranks) * min(tensor_s, compute_s)
 
     def accumulation_bytes(self, width: int, sum_width: int, micro_batches: int) -> float:
         """Bytes moved per parameter and micro-batch to add its gradient to the sum, as wide as

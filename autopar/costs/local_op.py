@@ -47,7 +47,7 @@ class LocalOp:
     gradient, `orders[i]` how it lies in memory. `copies` tells whether an op that may return a view
     (`reshape`, `contiguous`) has to copy here, as `strides.trace_storage` finds. `fused_inputs` are
     the inputs, and `fused_output` tells of the first output, that stay in registers
-    (`fusion.fused_values`).
+    (`fusion.fused_values`). A `wide` product keeps its dtype where others are narrower.
     """
 
     target: str
@@ -63,6 +63,7 @@ class LocalOp:
     copies: bool = False
     fused_inputs: tuple[int, ...] = ()
     fused_output: bool = False
+    wide: bool = False
 
     @property
     def name(self) -> str:
@@ -146,11 +147,12 @@ def local_op(
     orders: tuple[Order, ...] = (),
     copying: Collection[str] = (),
     fused: Collection[Ref] = (),
+    wide: Collection[str] = (),
 ) -> LocalOp:
     """`node` on local shapes, for a micro-batch of `batch` samples.
 
     `copying` names the nodes whose view has to be copied (`StorageMap.copying`), `fused` the values
-    that stay in registers.
+    that stay in registers, `wide` the products that keep their dtype.
     """
     slots = iter(range(len(input_shapes)))
 
@@ -175,6 +177,7 @@ def local_op(
         copies=node.name in copying,
         fused_inputs=tuple(i for i, ref in enumerate(node.inputs()) if ref in fused),
         fused_output=Ref(node.name) in fused,
+        wide=node.name in wide,
     )
 
 

@@ -31,9 +31,10 @@ def bucket_parts(
 ) -> float:
     """How many parameters of `local_bytes` share a collective with this one.
 
-    A gradient of a weight that lies in shards (ZeRO `level` 3) is summed by itself.
+    A gradient of a weight that lies in shards (ZeRO `level` 3) is summed by itself, unless what
+    runs the plan has a block's parameters as one.
     """
-    alone = level == 3 and op in SUMS
+    alone = level == 3 and op in SUMS and not pricer.setting.execution.flat
     return 1.0 if alone else pricer.prices(grid).bucket_parts(local_bytes)
 
 

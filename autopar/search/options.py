@@ -84,12 +84,12 @@ class ClassOption:
 
     @property
     def backward_s(self) -> float:
-        """Backward seconds, with what is run again, adding up gradients, and gathering that does
-        not hide."""
+        """Backward seconds, with what is run again, adding up gradients, and gathering and
+        reducing that do not hide."""
         compute_s = self.cost.backward_compute_s + self.again.compute_s
-        gather_s = self.state.gather_again_s(self.again.weights)
+        beside_s = self.state.gather_again_s(self.again.weights) + self.state.reduce_s
         own_s = self.cost.backward_s + self.again.time_s + self.state.sum_s
-        return own_s + self._exposed_s(gather_s, compute_s)
+        return own_s + self._exposed_s(beside_s, compute_s)
 
     def _exposed_s(self, gather_s: float, compute_s: float) -> float:
         hides = self.hidden * (1.0 - self.cold) if self.overlaps else 0.0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from autopar.costs.calibration import curve_of
 from autopar.costs.collectives import ClusterCollectives
 from autopar.costs.compute import OpTime, op_time
 from autopar.costs.local_op import LocalOp, Order, local_op
@@ -37,6 +38,16 @@ from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
 from autopar.search.running import Running
 from autopar.search.setting import Setting
 from autopar.search.split_costs import WeightPart
+
+
+def _shards(strategy: AxisStrategy) -> bool:
+    """Whether a strategy splits a value."""
+    return any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
+
+
+def is_beside(axis: str, op: CollectiveOp | None) -> bool:
+    """Whether a move may go beside the product that reads or makes what it moves."""
+    return axis == TENSOR and op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +136,20 @@ class Pricer:
         found, pins = self.setting.strategies(node, axis), self.setting.pins
         if axis.splits_samples:
             return self._honour_expert_pin(axis, found)
+        if axis.name == TENSOR and self._runs_whole(node):
+            return tuple(s for s in found if not _shards(s)) or found
         degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
         if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
             return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found
         if degree != axis.size or node.op not in HEAVY_OPS:
             return found
         return tuple(s for s in found if self.splits_work(node, s)) or found
+
+    def _runs_whole(self, node: OpNode) -> bool:
+        """Whether what runs the plan splits no value of `node` over tensor ranks; the root module,
+        with the loss, is free."""
+        outside, path = self.setting.execution.whole_outside, node.module_path
+        return bool(outside and path) and set(outside).isdisjoint(path.split("."))
 
     def splits_work(self, node: OpNode, strategy: AxisStrategy) -> bool:
         """Whether a strategy of the tensor axis shares out the op, other than by samples."""
@@ -191,6 +210,7 @@ class Pricer:
                     self.setting.whole_state.weights / grid.pipeline / grid.tensor,
                 ),
                 paths=self._paths,
+                scatters=self.setting.execution.scatters,
             )
         return self._prices[key]
 
@@ -235,6 +255,7 @@ class Pricer:
             orders=self._orders[node.name],
             copying=self.setting.storage.copying,
             fused=self.setting.fused,
+            wide=self.setting.wide,
         )
 
     def op_time(self, op: LocalOp) -> OpTime:
@@ -242,7 +263,13 @@ class Pricer:
         if op not in self._times:
             profile = self.profile
             narrow = self.setting.training.precision.product_dtype
-            self._times[op] = op_time(op, self.device, profile, product_dtype=narrow)
+            self._times[op] = op_time(
+                op,
+                self.device,
+                profile,
+                product_dtype=narrow,
+                attention=self.setting.execution.attention,
+            )
         return self._times[op]
 
     def compute(
@@ -318,10 +345,15 @@ class Pricer:
             sources[time.source] += 1
             if setting.profile is not None and setting.profile.reason(op):
                 unmeasured.add(op)
+        beside = [0.0, 0.0]
         for move in flow.moves():
             moved = prices.move_s(move)
             again[move.name] = StepSeconds(moved[0], 0.0)
             forward, backward = forward + moved[0], backward + moved[1]
+            for direction, made in enumerate((move.transition.forward, move.transition.backward)):
+                beside[direction] += moved[direction] * is_beside(prices.names[move.axis], made)
+        forward -= self._hidden_s(beside[0], compute[0], grid)
+        backward -= self._hidden_s(beside[1], compute[1], grid)
         if setting.execution.host_s:
             floor = self._host_floor_s(nodes, choices, flow, grid)
             forward, backward = max(forward, floor[0]), max(backward, floor[1])
@@ -341,6 +373,11 @@ class Pricer:
             weight_s=apart.seconds,
             deferred_bytes=apart.held_bytes,
         )
+
+    def _hidden_s(self, tensor_s: float, compute_s: float, grid: Grid) -> float:
+        """What of the collectives of the tensor axis that go beside products costs no time."""
+        hidden = curve_of(self.device).hidden
+        return self.setting.execution.hidden_tensor_s(tensor_s, compute_s, grid.tensor, hidden)
 
     def _host_floor_s(
         self, nodes: Sequence[OpNode], choices: Sequence[NodeChoice], flow: BlockFlow, grid: Grid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.mesh import BATCH_AXES
+from autopar.ir.mesh import BATCH_AXES, TENSOR
 from autopar.ir.placement import R_STAR, Layout, R, Shard, largest_shape
 from autopar.ir.size import shape_at
 from autopar.plan.flow import Move, move_bytes
@@ -30,6 +30,7 @@ class Prices:
     `compute(node, option, prices)` gives forward and backward seconds; `collective(op, nbytes,
     axis)` seconds. `updated` values cannot be moved. `paths` may be shared with other prices.
     Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
+    `scatters` is `Execution.scatters`.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class Prices:
     updated: frozenset[Ref] = frozenset()
     bucket_bytes: float = 0.0
     paths: Paths = field(default_factory=Paths, repr=False)
+    scatters: bool = False
     _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -115,10 +117,12 @@ class Prices:
             for inner in strategy.collectives:
                 if inner.phase == "backward" and not node.requires_grad:
                     continue
-                ref = node.inputs()[inner.like_input]
-                shape = self.local_shape(ref, option.inputs[inner.like_input])
-                nbytes = inner.nbytes(shape)
-                seconds = self.collective(inner.op, nbytes, axis)
+                layout = option.inputs[inner.like_input]
+                nbytes = inner.nbytes(self.local_shape(node.inputs()[inner.like_input], layout))
+                seconds = sum(
+                    self.collective(*each)
+                    for each in self.inner_collectives(inner.op, nbytes, axis, layout)
+                )
                 totals[inner.phase] += inner.count(size) * seconds
         return totals["forward"], totals["backward"]
 
@@ -129,6 +133,20 @@ class Prices:
         itself would pay the latency that all of its bucket pay once.
         """
         return max(1.0, self.bucket_bytes / nbytes) if nbytes else 1.0
+
+    def inner_collectives(
+        self, op: CollectiveOp, nbytes: float, axis: str, layout: Layout
+    ) -> Iterator[tuple[CollectiveOp, float, str]]:
+        """What a collective inside a kernel is run as: an exchange of a value that tensor ranks
+        hold alike may be one of parts, gathered on the other side."""
+        tensor = self.names.index(TENSOR)
+        alike = not isinstance(layout[tensor], Shard) and self.sizes[tensor] > 1
+        parts = self.sizes[tensor] if self.scatters and alike else 1
+        if op is not CollectiveOp.ALL_TO_ALL or axis == TENSOR or parts == 1:
+            yield op, nbytes, axis
+            return
+        yield op, nbytes / parts, axis
+        yield CollectiveOp.ALL_GATHER, nbytes, TENSOR
 
     def sync_s(self, ref: Ref, layout: Layout) -> float:
         """Seconds of a parameter's gradient in the sum over the axes it is partial on, once per

@@ -10,6 +10,7 @@ from autopar.costs.compute import Profile
 from autopar.costs.execution import Execution
 from autopar.costs.fusion import fused_values
 from autopar.costs.memory import StateBytes, Training, state_bytes, total_bytes
+from autopar.costs.narrow import last_products
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
@@ -53,6 +54,15 @@ class Setting(GraphFacts):
             state_bytes(s.spec.numel(0), s.trainable, s.spec.dtype, self.training)
             for s in self.graph.sources
             if s.kind is SourceKind.PARAMETER
+        )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(
+            source.spec.numel(0)
+            for source in self.graph.sources
+            if source.kind is SourceKind.PARAMETER
         )
 
     def shared(self, mesh: tuple[MeshAxis, ...]) -> Mapping[Ref, Layout]:
@@ -119,6 +129,13 @@ class Setting(GraphFacts):
     def fused(self) -> frozenset[Ref]:
         """Values between blocks' ops that never reach memory."""
         return fused_values(self.graph.nodes) if self.execution.fuses else frozenset()
+
+    @cached_property
+    def wide(self) -> frozenset[str]:
+        """Products that keep their dtype where those of linear layers are narrower."""
+        if not self.training.precision.product_dtype:
+            return frozenset()
+        return last_products(self.graph.nodes, self.graph.loss)
 
     def block_nodes(self, block: Block) -> tuple[OpNode, ...]:
         """The op nodes of a block."""

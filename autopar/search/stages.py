@@ -85,7 +85,7 @@ def boundary_s(
 
 def _message_parts(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
     """In how many parts tensor ranks that hold the same value send it."""
-    if not pricer.setting.execution.scatters_messages or grid.tensor == 1:
+    if not pricer.setting.execution.scatters or grid.tensor == 1:
         return 1
     shared, at = pricer.setting.shared(grid.mesh), grid.names.index(TENSOR)
     whole = all(not isinstance(shared[ref][at], Shard) for ref in refs)

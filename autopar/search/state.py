@@ -72,8 +72,9 @@ class StateCost:
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
     `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
     the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
-    it. `sum_s` per micro-batch to add up gradients. `sync_s` and `optimizer_s` per step, `early_s`
-    the part of `sync_s` that runs beside the last backward.
+    it. `sum_s` per micro-batch to add up gradients, and `reduce_s` to reduce them where that is not
+    left to the last. `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that runs
+    beside the last backward.
     """
 
     held: StateBytes
@@ -84,6 +85,7 @@ class StateCost:
     optimizer_s: float
     early_s: float = 0.0
     sum_s: float = 0.0
+    reduce_s: float = 0.0
 
     @property
     def gather_s(self) -> float:
@@ -182,7 +184,8 @@ def _held(
         )
         for layout in (state.layout, state.stored or state.layout)
     )
-    return zero_bytes(whole, shard, state.level, accumulates=grid.micro_batches > 1)
+    accumulates = _accumulates(pricer.setting, grid, state.level)
+    return zero_bytes(whole, shard, state.level, accumulates=accumulates)
 
 
 def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
@@ -190,44 +193,66 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
     gathered = unreduced = 0
     gathers: list[tuple[Ref, float, bool]] = []
-    sync_s = early_s = optimizer_s = summed = 0.0
+    seconds = dict.fromkeys(("sync", "early", "reduce"), 0.0)
+    optimizer_s = summed = 0.0
     for ref in block.parameters:
         source = setting.sources[ref.name]
         state = by_name[source.fqn]
         if state.level == 3:
             gathered += prices.local_bytes(ref, state.layout)
-            once_s = _seconds(pricer, grid, gather_collectives(pricer, grid, ref, state))
+            once_s = gather_seconds(pricer, grid, ref, state)
             gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
         if source.trainable:
-            for each, seconds in sync_seconds(pricer, grid, ref, state):
-                sync_s += seconds
-                early = state.level in setting.execution.early_sync and each[0] in SUMS
-                early_s += seconds * early
+            for each, once_s in sync_seconds(pricer, grid, ref, state):
+                for name in sync_kinds(setting, state.level, each[0]):
+                    seconds[name] += once_s
             summed += accumulation_bytes(pricer, grid, ref, state)
             optimizer_s += optimizer_seconds(pricer, grid, ref, state)
-            if state.level >= 2 and grid.micro_batches == 1:
-                unreduced += _held(pricer, ref, ParameterState(layout=state.layout), prices, grid)[
-                    1
-                ]
+            if state.level >= 2 and not _accumulates(setting, grid, state.level):
+                whole = ParameterState(layout=state.layout)
+                unreduced += _held(pricer, ref, whole, prices, grid).gradients
     return StateCost(
         held=held_bytes(pricer, block, states, grid),
         gathered_bytes=gathered,
         unreduced_bytes=unreduced,
         gathers=tuple(gathers),
-        sync_s=sync_s,
-        early_s=early_s,
+        sync_s=seconds["sync"],
+        early_s=seconds["early"],
+        reduce_s=seconds["reduce"],
         sum_s=memory_s(summed, pricer.device, kernels=0),
         optimizer_s=optimizer_s,
     )
+
+
+def gathered_share(setting: Setting, grid: Grid) -> float:
+    """The part of the weights at ZeRO level 3 that every pass gathers anew."""
+    return setting.execution.gathered_share(setting.num_parameters / (grid.pipeline * grid.tensor))
+
+
+def sync_kinds(setting: Setting, level: int, op: CollectiveOp) -> tuple[str, ...]:
+    """Which times of `StateCost` a collective on a gradient or an updated weight counts for."""
+    execution = setting.execution
+    if op not in SUMS:
+        return ("sync",)
+    if level in execution.reduces_each:
+        return ("reduce",)
+    return ("sync", "early") if level in execution.early_sync else ("sync",)
+
+
+def _accumulates(setting: Setting, grid: Grid, level: int) -> bool:
+    """Whether whole gradients of several micro-batches add up before they are reduced."""
+    return grid.micro_batches > 1 and level not in setting.execution.reduces_each
 
 
 def accumulation_bytes(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
     """Bytes moved per micro-batch to add a parameter's gradient to the sum of those before."""
     setting, prices = pricer.setting, pricer.prices(grid)
     dtype = setting.sources[ref.name].spec.dtype
+    whole = state.level < 2 or _accumulates(setting, grid, state.level)
+    layout = state.layout if whole else state.stored or state.layout
     wide = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)]
     each = setting.execution.accumulation_bytes(DTYPE_BYTES[dtype], wide, grid.micro_batches)
-    return each * prod(prices.local_shape(ref, state.layout))
+    return each * prod(prices.local_shape(ref, layout))
 
 
 def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
@@ -310,8 +335,17 @@ def optimizer_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterStat
     return update_s(pricer, shape, optimizer_bytes(pricer, ref, state, prices))
 
 
-def _seconds(pricer: Pricer, grid: Grid, collectives: Iterable[StateCollective]) -> float:
-    return sum(pricer.joined_s(grid, *each) for each in collectives)
+def gather_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
+    """Seconds to gather a weight that lies in shards, by itself or with others of a block."""
+    flat, nbytes = pricer.setting.execution.flat, pricer.prices(grid).local_bytes(ref, state.layout)
+    found = gather_collectives(pricer, grid, ref, state)
+    whole_s = sum(
+        bucket_share_s(pricer, grid, each, state.level, nbytes)
+        if flat
+        else pricer.joined_s(grid, *each)
+        for each in found
+    )
+    return gathered_share(pricer.setting, grid) * whole_s
 
 
 def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
@@ -327,5 +361,7 @@ def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
     )
     whole = setting.whole_state
     shard = StateBytes(*(part // degree for part in whole))
-    least = zero_bytes(whole, shard, most.level, accumulates=grid.micro_batches > 1)
+    least = zero_bytes(
+        whole, shard, most.level, accumulates=_accumulates(setting, grid, most.level)
+    )
     return sum(least) / grid.tensor

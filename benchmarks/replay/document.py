@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from autopar.costs.calibration import PATH
+from replay.residuals import LARGE, residuals
 
 PEERS = Path(__file__).parents[1] / "data" / "peers.json"
 
@@ -27,27 +28,26 @@ CAVEATS = """\
   the programs that autopar emits (fused kernels, which communication overlaps, in which dtype
   gradients are sent) is listed in `benchmarks/replay/frameworks.py` with its source.
 - The two tables above were run with software a year apart. 530B and 1T with full recomputation are
-  in both, with the same plan per model replica; the earlier runs took 9 and 10 % longer, of which
-  data parallelism explains less than 4 % (530B on 8 replicas, Korthikanti et al. 2022, section 6).
-  No one set of constants can be right for both.
-- A device has one set of constants, while programs on it differ: with the constants of a device
-  that is not calibrated the two tables above come out 6.9 % and 2.0 % off at the median, and eager
-  or FSDP programs on A100 (fit part and test part) 12 to 26 % too fast. The fit part is mostly of
-  those. Kernels of a framework's own would have to be priced as such to have both.
-- H100: no source of the fit part is clean enough to fit on (one is of several versions of the code
-  on a network that fails, the others are mixtures of experts), so the constants are the general
-  ones. Programs with Transformer Engine come out right, FSDP programs 30 to 40 % too fast: their
-  host, and collectives that slow the compute they run beside, are not in the model.
-- Whether a plan fits is judged with autopar's own memory: gathered inputs of sequence-parallel
-  products are kept for the backward, which Megatron-LM gathers again instead; a fused
-  cross-entropy, which some frameworks have, is not assumed.
-- HF Ultra-Scale: the cluster's network falls from 436 to 33 GB/s between 1 and 64 nodes, and rows
-  of one setup differ by up to 4.7 times. Nothing is fitted on it but what its host takes to start a
-  kernel. Plans with several stages or many ranks took up to 50 times as long there as any network
-  that was measured explains; such rows make up the 90th percentiles.
-- DT-FM: 64 small instances, for case 2 on a network whose speed is not stated; priced with the
-  links that the device usually comes with.
-- Runs in FP8 or narrower, with offloading, on TPUs, and of fine-tuning are not priced.
+  in both, with the same plan per model replica; the earlier runs took longer by what it takes to
+  add a micro-batch's gradients to the sum in passes of their own, which later versions of
+  Megatron-LM do inside the products (`fuses_accumulation` in `benchmarks/replay/frameworks.py`).
+- A chip has one set of constants, of good kernels; what a framework does otherwise is its own. Two
+  are fitted: how much of the best measured product lasts in training, and what 8-bit products
+  reach. On H100 they are fitted to NeMo's 8-bit runs and to those of HF on one node.
+- Where a row does not say what is run again, it is the least that the search finds to fit in
+  memory; where nothing fits, everything.
+- Whether a plan fits is judged with autopar's own memory, and with what its framework holds
+  otherwise: gradients that are reduced every micro-batch are held as shards.
+- HF Ultra-Scale: the cluster's network slows down as nodes are added, rows of one setup differ
+  several-fold, and the code is of several versions. Constants are fitted on its single node alone.
+- DT-FM: the rows of case 2 do not print the network; its source does, and that it joins instances
+  of four devices and of one. It is priced as if all had four. DeepSpeed at ZeRO level 3 keeps part
+  of the weights whole between passes, as its defaults say; without that no such network could
+  carry what the plan moves in the time that was measured.
+- Rows whose sizes give another number of parameters than they print are not priced: their layers
+  are not all of the kind that they describe.
+- Runs narrower than FP8, with offloading, on TPUs, and of fine-tuning are not priced: rows of the
+  last do not print which weights train.
 """
 
 
@@ -85,6 +85,7 @@ def document(
         if own:
             lines += [f"## {title}", "", *_rows(own), ""]
     lines += ["## By source", "", *_sources(results, summary), ""]
+    lines += ["## What is left", "", *_residuals(results), ""]
     lines += ["## Not priced", "", *_reasons(results, skipped), ""]
     lines += ["## Constants", "", *_constants(), ""]
     lines += ["## Collectives", "", *_collectives(collectives), ""]
@@ -169,6 +170,22 @@ def _rows(own: Sequence[Any]) -> list[str]:
     return [*_table(header, rows), "", f"{peers['source']}."]
 
 
+def _residuals(results: Sequence[Any]) -> list[str]:
+    rows = [
+        (source, trait, str(runs), _percent(signed, sign=True), _percent(size), missing)
+        for source, trait, runs, signed, size, missing in residuals(
+            [r for r in results if r.part == "test"]
+        )
+    ]
+    header = ("source", "runs with", "runs", "bias %", "median abs error %", "physics not priced")
+    return [
+        f"Runs of the test part that are {_percent(LARGE)} % off or more at the median, by what "
+        "they have in common.",
+        "",
+        *_table(header, rows),
+    ]
+
+
 def _reasons(results: Sequence[Any], skipped: Counter[str]) -> list[str]:
     reasons = Counter(r.why.partition(":")[0][:60] for r in results if r.fits is None)
     rows = [(why, str(n), "cannot be priced") for why, n in reasons.most_common()]
@@ -188,8 +205,8 @@ def _constants() -> list[str]:
     return [
         *_table(header, rows),
         "",
-        "`autopar/costs/calibration.json`; other devices have the "
-        "constants of their kind (`autopar/costs/calibration.py`).",
+        "`autopar/costs/calibration.json`; devices with the same chip share "
+        "them; others have the constants of their kernels (`autopar/costs/calibration.py`).",
     ]
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from autopar.capture import capture, find_blocks
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import Training, reserve_bytes
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasiblePlan
 from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
@@ -30,16 +31,24 @@ from replay.rows import Job, Unpriced
 _SHALLOW, _SAMPLES = 2, 4
 
 
+class Deep(NamedTuple):
+    """A model's graph and chain, and what is worked out of the graph while rows are priced."""
+
+    graph: OpGraph
+    chain: BlockChain
+    worked_out: dict[int, dict[str, object]]
+
+
 @dataclass
 class Captures:
     """Graphs of architectures, captured once and kept in `folder` where one is given."""
 
     folder: Path | None = None
     _known: dict[Architecture, OpGraph] = field(default_factory=dict)
-    _long: dict[tuple[Architecture, int], tuple[OpGraph, BlockChain]] = field(default_factory=dict)
+    _long: dict[tuple[Architecture, int], Deep] = field(default_factory=dict)
 
-    def deep(self, architecture: Architecture, layers: int) -> tuple[OpGraph, BlockChain]:
-        """Graph and chain of a model of so many layers. Raises Unpriced if no layer repeats."""
+    def deep(self, architecture: Architecture, layers: int) -> Deep:
+        """A model of so many layers. Raises Unpriced if no layer repeats."""
         key = (architecture, layers)
         if key not in self._long:
             graph = self._shallow(architecture, min(layers, _SHALLOW))
@@ -50,7 +59,7 @@ class Captures:
                 except ValueError as error:
                     raise Unpriced(str(error)) from error
                 graph, chain = lengthen(graph, chain, layers)
-            self._long = {key: (graph, chain)}  # rows of a model stand together
+            self._long = {key: Deep(graph, chain, {})}  # rows of a model stand together
         return self._long[key]
 
     def _shallow(self, architecture: Architecture, layers: int) -> OpGraph:
@@ -98,25 +107,31 @@ def peak_bytes(job: Job, planner: Planner, predicted_bytes: float) -> float:
     return predicted_bytes - reserve_bytes(boundless) + reserve_bytes(real)
 
 
-def setting_of(job: Job, captures: Captures) -> Setting:
-    """The planning request of a row, memory for free. Raises Unpriced."""
-    graph, chain = captures.deep(job.architecture, job.layers)
-    cuts = tuple(("boundary", path) for path in _even_cuts(job, chain))
+def setting_of(
+    job: Job, captures: Captures, *, boundless: bool = True, pins: tuple[tuple[str, str], ...] = ()
+) -> Setting:
+    """The planning request of a row, with more `pins`; `boundless` has memory for free. Raises
+    Unpriced."""
+    deep = captures.deep(job.architecture, job.layers)
+    cuts = tuple(("boundary", path) for path in _even_cuts(job, deep.chain))
     try:
-        pins = parse_pins((*job.pins, *cuts), SCHEDULES)
-        cluster = _boundless(parse_cluster(job.cluster))
+        weights = _split_weights(job, deep.graph)
+        parsed = parse_pins((*job.pins, *pins, *cuts, *weights), SCHEDULES)
+        cluster = parse_cluster(job.cluster)
+        cluster = _boundless(cluster) if boundless else cluster
     except AutoparError as error:
         raise Unpriced(str(error)) from error
     return Setting(
         name=job.key,
-        graph=graph,
-        chain=chain,
+        graph=deep.graph,
+        chain=deep.chain,
+        worked_out=deep.worked_out,
         cluster=cluster,
         global_batch=job.global_batch,
         training=Training(precision=_precision(job)),
-        pins=pins,
+        pins=parsed,
         price_pins=False,
-        execution=job.framework.execution,
+        execution=job.execution,
     )
 
 
@@ -127,6 +142,32 @@ def _boundless(cluster: Cluster) -> Cluster:
         for g in cluster.groups
     )
     return replace(cluster, groups=groups)
+
+
+ROWS, COLUMNS = "S(1)", "S(0)"
+SPLITS: Mapping[str, str] = {
+    **dict.fromkeys(("q.weight", "k.weight", "v.weight", "up.weight", "gate.weight"), COLUMNS),
+    **dict.fromkeys(("q.bias", "k.bias", "v.bias", "up.bias"), COLUMNS),
+    **dict.fromkeys(("token.weight", "head.weight"), COLUMNS),
+    **dict.fromkeys(("attention.out.weight", "feed_forward.down.weight"), ROWS),
+}
+"""How tensor parallelism splits weights (out, in), by how their names end: Shoeybi et al. 2019,
+section 3. Without it the search might split the sequence and hold weights whole, as memory is
+taken to be there."""
+
+
+def _split_weights(job: Job, graph: OpGraph) -> Iterator[tuple[str, str]]:
+    """Pins of the weights that the tensor ranks of a published run split."""
+    degree = int(dict(job.pins)["tensor"])
+    if degree == 1:
+        return
+    whole = () if job.architecture.kv_heads % degree == 0 else ("k.", "v.")
+    for source in graph.sources:
+        name = source.fqn.partition("__")[0]
+        end = next((e for e in SPLITS if name.endswith(f".{e}") or name == e), None)
+        expert = len(source.spec.shape) == 3
+        if end and not expert and not end.startswith(whole or ("-",)):
+            yield f"weight:{source.fqn}", SPLITS[end]
 
 
 def _even_cuts(job: Job, chain: BlockChain) -> Iterator[str]:
@@ -147,11 +188,19 @@ def _precision(job: Job) -> Precision:
 def search(job: Job, captures: Captures) -> tuple[Planner, Found]:
     """The search of the one grid that a row's plan leaves.
 
-    Memory is taken to be there; `memory_bytes` tells what there is. Raises Unpriced where the plan
-    cannot be expressed.
+    Memory is taken to be there; `memory_bytes` tells what there is. Where a row does not say what
+    is run again, it is what the search has run again to fit, or everything if that is not enough.
+    Raises Unpriced where the plan cannot be expressed.
     """
-    planner = Planner(setting=setting_of(job, captures))
-    return planner, planner.search()
+    if "recompute" in dict(job.pins):
+        planner = Planner(setting=setting_of(job, captures))
+        return planner, planner.search()
+    planner = Planner(setting=setting_of(job, captures, boundless=False))
+    try:
+        return planner, planner.search()
+    except InfeasiblePlan:
+        planner = Planner(setting=setting_of(job, captures, pins=(("recompute", "all"),)))
+        return planner, planner.search()
 
 
 def grid_step_s(staged: Staged, weights: Weights) -> float:

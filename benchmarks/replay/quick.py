@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,27 @@ from autopar.costs.attention import FUSED, attention_kernel, is_attention
 from autopar.costs.calibration import EfficiencyCurve
 from autopar.costs.collectives import Route
 from autopar.costs.compute import REFERENCE_DIM, VECTOR_EFFICIENCY
-from autopar.costs.execution import HOST_COLLECTIVE
+from autopar.costs.execution import HOST_COLLECTIVE, Execution
 from autopar.costs.flops import attention_contractions, contraction, op_flops
 from autopar.costs.local_op import LocalOp
-from autopar.costs.traffic import op_traffic
+from autopar.costs.narrow import cast_traffic, is_linear
+from autopar.costs.traffic import FREE, Traffic, op_traffic
 from autopar.ir.cluster import DeviceSpec, LinkLevel
 from replay.terms import BlockTerms, Collective, PlanTerms
 
 Array = NDArray[np.float64]
-PASSES = ("forward", "backward", "again", "gather", "gather_again", "sync", "early")
+PASSES = (
+    "forward",
+    "backward",
+    "again",
+    "beside",
+    "beside_back",
+    "gather",
+    "gather_again",
+    "reduce",
+    "sync",
+    "early",
+)
 _MATMUL, _ATTENTION, _OTHER = range(3)
 
 
@@ -40,6 +52,7 @@ class Constants:
     sustained: float
     attention: float
     hidden: float
+    narrow: float
     node: float = 1.0
     network: float = 1.0
 
@@ -59,9 +72,19 @@ class Run:
     predicted_s: float
     base: Constants
     device: DeviceSpec
-    host_s: float
+    execution: Execution
+    product_dtype: str
     terms: PlanTerms
     weights: tuple[float, float]
+
+
+class _Op(NamedTuple):
+    """An op in one pass, as a run runs it."""
+
+    op: LocalOp
+    direction: int
+    attention: float
+    product_dtype: str
 
 
 @dataclass
@@ -69,7 +92,7 @@ class Quick:
     """The step times of runs on one kind of device."""
 
     runs: Sequence[Run]
-    _ops: dict[tuple[LocalOp, int], int] = field(default_factory=dict)
+    _ops: dict[_Op, int] = field(default_factory=dict)
     _moves: dict[Collective, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +118,7 @@ class Quick:
             self._blocks.append((number, block))
             for name in PASSES:
                 for item, count in getattr(block, name):
-                    self._tables[name].add(index, *self._index(item), count)
+                    self._tables[name].add(index, *self._index(item, run), count)
         for own, send, back in zip(
             run.terms.stages, run.terms.send, run.terms.send_back, strict=True
         ):
@@ -105,12 +128,15 @@ class Quick:
             for block_index, count in own:
                 self._stages.append((stage, first + block_index, number, count))
             for item, count in (*send, *back):
-                self._messages.add(stage, *self._index(item), count)
+                self._messages.add(stage, *self._index(item, run), count)
 
-    def _index(self, item: Any) -> tuple[int, int]:
+    def _index(self, item: Any, run: Run) -> tuple[int, int]:
         if isinstance(item, Collective):
             return 1, self._moves.setdefault(item, len(self._moves))
-        return 0, self._ops.setdefault(item, len(self._ops))
+        op, direction = item
+        fused = run.execution.attention if is_attention(op.name) else 1.0
+        key = _Op(op, direction, fused, run.product_dtype if is_linear(op) else "")
+        return 0, self._ops.setdefault(key, len(self._ops))
 
     def step_s(self, constants: Constants) -> Array:
         """Seconds of a step of every run."""
@@ -120,7 +146,7 @@ class Quick:
         ops = _op_seconds(self._op_arrays, c)
         moves = np.array([_seconds(move, c) for move in self._moves])
         kernels, ones = self._op_arrays["kernels"], np.full(len(moves), float(HOST_COLLECTIVE))
-        host_s = np.array([self.runs[number].host_s for number, _ in self._blocks])
+        host_s = np.array([self.runs[number].execution.host_s for number, _ in self._blocks])
         count = len(self._blocks)
         total, compute, floor = {}, {}, {}
         for name, table in self._tables.items():
@@ -129,20 +155,26 @@ class Quick:
             floor[name] = host_s * (table.sum(count, 0, kernels) + table.sum(count, 1, ones))
         cold = np.array([block.cold for _, block in self._blocks])
         hides = (1 - cold) * c.hidden
+        tensor = np.array(
+            [
+                run.execution.hides_tensor * (1 - 1 / run.terms.grid.tensor)
+                for run in (self.runs[number] for number, _ in self._blocks)
+            ]
+        )
+        for name, other in (("beside", "forward"), ("beside_back", "backward")):
+            total[other] -= c.hidden * tensor * np.minimum(total[name], compute[other])
         forward = np.maximum(total["forward"], floor["forward"])
         work = compute["backward"] + compute["again"]
         backward = np.maximum(total["backward"], floor["backward"]) + total["again"]
         forward += total["gather"] - hides * np.minimum(total["gather"], compute["forward"])
-        again = total["gather_again"]
-        backward += again - hides * np.minimum(again, work)
+        beside = total["gather_again"] + total["reduce"]
+        backward += beside - hides * np.minimum(beside, work)
         early = total["early"]
-        left = np.maximum(0.0, work - again)
+        left = np.maximum(0.0, work - total["gather_again"])
         tail = total["sync"] + early - hides * np.minimum(early, left)
-        device = self.runs[0].device
-        moved = np.array([block.optimizer_bytes for _, block in self._blocks])
-        bandwidth = device.memory_bandwidth_bytes_s * c.memory
-        tail += moved / bandwidth
-        backward += np.array([block.sum_bytes for _, block in self._blocks]) / bandwidth
+        rate = self.runs[0].device.memory_bandwidth_bytes_s * c.memory
+        backward += np.array([block.sum_bytes for _, block in self._blocks]) / rate
+        tail += np.array([block.optimizer_bytes for _, block in self._blocks]) / rate
         return self._together(
             forward + backward, tail, self._messages.sum(self._num_stages, 1, moves)
         )
@@ -180,11 +212,27 @@ class _Table:
         return np.bincount(owner, seconds[item] * count, owners).astype(np.float64)
 
 
-def _op_arrays(ops: Sequence[tuple[LocalOp, int]], device: DeviceSpec) -> Mapping[str, Array]:
-    rows = [_op_row(op, direction, device) for op, direction in ops]
-    names = ("kind", "work", "nbytes", "kernels", "single", "m", "n", "k", "peak")
+_COLUMNS = (
+    "kind",
+    "work",
+    "nbytes",
+    "kernels",
+    "single",
+    "m",
+    "n",
+    "k",
+    "peak",
+    "attention",
+    "narrow",
+    "extra_bytes",
+)
+
+
+def _op_arrays(ops: Sequence[_Op], device: DeviceSpec) -> Mapping[str, Array]:
+    rows = [_op_row(op, device) for op in ops]
     found = {
-        name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
+        name: np.array(column)
+        for name, column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)
     }
     found["bandwidth"] = np.array(device.memory_bandwidth_bytes_s)
     found["launch"] = np.array(device.kernel_launch_s)
@@ -192,28 +240,49 @@ def _op_arrays(ops: Sequence[tuple[LocalOp, int]], device: DeviceSpec) -> Mappin
     return found
 
 
-def _op_row(op: LocalOp, direction: int, device: DeviceSpec) -> tuple[float, ...]:
+def _op_row(item: _Op, device: DeviceSpec) -> tuple[float, ...]:
+    op, direction = item.op, item.direction
     flops, traffic = op_flops(op), op_traffic(op, device.kind)
+    casts = cast_traffic(op) if item.product_dtype else FREE
     work = (flops.forward_flops, flops.backward_flops)[direction]
-    nbytes = (traffic.forward_bytes, traffic.backward_bytes)[direction]
-    kernels = (traffic.forward_kernels, traffic.backward_kernels)[direction]
+    nbytes, kernels = _moved(traffic, direction)
+    extra_bytes, extra_kernels = _moved(casts, direction)
     if direction and not op.requires_grad:
-        work = nbytes = kernels = 0
+        work = nbytes = kernels = extra_bytes = extra_kernels = 0
     if not kernels and not nbytes:
         work = 0
-    if is_attention(op.name):
-        kernel = attention_kernel(op, op.input_shapes[:3], op.input_dtypes[0], device.kind)
-        peak = device.flops(op.input_dtypes[0])
-        if kernel == FUSED:
-            return (_ATTENTION, work, nbytes, kernels, flops.forward_flops, 1, 1, 1, peak)
-        part = attention_contractions(op)[0]
-        return (_MATMUL, work, nbytes, kernels, part.flops, part.m, part.n, part.k, peak)
-    if product := contraction(op):
-        peak = device.flops(op.output_dtypes[0])
-        m = product.m / product.groups
-        return (_MATMUL, work, nbytes, kernels, product.flops, m, product.n, product.k, peak)
+    kind, single, dims = _OTHER, 1.0, (1.0, 1.0, 1.0)
     peak = device.flops("float32") * VECTOR_EFFICIENCY
-    return (_OTHER, work, nbytes, kernels, 1, 1, 1, 1, peak)
+    if is_attention(op.name):
+        peak = device.flops(op.input_dtypes[0])
+        kernel = attention_kernel(op, op.input_shapes[:3], op.input_dtypes[0], device.kind)
+        part = attention_contractions(op)[0]
+        kind, single, dims = _MATMUL, part.flops, (part.m, part.n, part.k)
+        if kernel == FUSED:
+            kind, single, dims = _ATTENTION, flops.forward_flops, (1.0, 1.0, 1.0)
+    elif product := contraction(op):
+        peak = device.flops(item.product_dtype or op.output_dtypes[0])
+        kind, single = _MATMUL, product.flops
+        dims = (product.m / product.groups, product.n, product.k)
+    total = kernels + extra_kernels
+    return (
+        kind,
+        work,
+        nbytes,
+        total,
+        single,
+        *dims,
+        peak,
+        item.attention,
+        bool(item.product_dtype),
+        extra_bytes,
+    )
+
+
+def _moved(traffic: Traffic, direction: int) -> tuple[int, int]:
+    if direction:
+        return traffic.backward_bytes, traffic.backward_kernels
+    return traffic.forward_bytes, traffic.forward_kernels
 
 
 def _op_seconds(a: Mapping[str, Array], c: Constants) -> Array:
@@ -221,12 +290,14 @@ def _op_seconds(a: Mapping[str, Array], c: Constants) -> Array:
     cube = (REFERENCE_DIM / (REFERENCE_DIM + h)) ** 3
     shape = a["m"] / (a["m"] + h) * a["n"] / (a["n"] + h) * a["k"] / (a["k"] + h) / cube
     best = np.minimum(1.0, a["best"] * c.sustained * shape)
-    best = np.where(a["kind"] == _ATTENTION, c.attention, best)
+    best = best * np.where(a["narrow"], c.narrow, 1.0)
+    best = np.where(a["kind"] == _ATTENTION, a["attention"] * c.attention, best)
     best = np.where(a["kind"] == _OTHER, 1.0, best)
     ramp = np.where(a["kind"] == _OTHER, 0.0, c.ramp_s * a["work"] / np.maximum(a["single"], 1))
     compute = a["work"] / (a["peak"] * best) + ramp
-    memory = a["nbytes"] / (a["bandwidth"] * c.memory)
-    return np.maximum(compute, memory) + a["kernels"] * a["launch"]
+    rate = a["bandwidth"] * c.memory
+    launches = a["kernels"] * a["launch"]
+    return np.maximum(compute, a["nbytes"] / rate) + a["extra_bytes"] / rate + launches
 
 
 def _seconds(move: Collective, c: Constants) -> float:

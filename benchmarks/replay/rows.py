@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.costs.execution import Execution
 from autopar.costs.hardware import DEVICES as DEVICES_TABLE
 from autopar.costs.hardware import NIC_EFFICIENCY
-from replay.frameworks import Framework, framework_of
+from replay.frameworks import (
+    WRITTEN_OUT,
+    Framework,
+    attention_kernel,
+    attention_share,
+    framework_of,
+)
 from replay.model import Architecture, parameters
 
 Row = Mapping[str, Any]
@@ -48,6 +55,21 @@ _A100_NODE_GB_S = DEVICES_TABLE["a100-80gb"].links.node_bandwidth_bytes_s / 1e9
 """An A100 has 12 links; BLOOM's nodes joined the devices by 4 of them, as their logs say."""
 
 
+STATED: Mapping[str, Row] = {
+    "SC21 Fig": {"ffn": "4h"},
+    "DT-FM NeurIPS22 Case 2": {"gpus_per_node": 4, "internode_gbps_per_gpu": 2.5},
+}
+"""What sources say of all their rows, by how their name begins. Narayanan et al. 2021, section 2:
+the inner width is four times the hidden. DT-FM (github.com/DS3Lab/Decentralized_FM_alpha,
+results/NeurIPS2022_submission.md): case 2 has half its devices four to an instance, the others one,
+and 10 Gb/s an instance, so that of the first four share what instances send."""
+
+
+SPLIT_MODULES = ("attention", "feed_forward", "token", "head")
+"""What tensor ranks share out; norms, dropout and sums they all run whole, but for sequence
+parallelism (Korthikanti et al. 2022, figures 4 and 5)."""
+
+
 class Unpriced(Exception):
     """Why a row cannot be priced."""
 
@@ -65,14 +87,23 @@ class Job:
     precision: str
     wide_gradients: bool
     framework: Framework
+    execution: Execution
     pins: tuple[tuple[str, str], ...]
 
 
 def read_rows(paths: Iterable[Path]) -> Iterator[Row]:
-    """All rows of files with one JSON object a line."""
+    """All rows of files with one JSON object a line, and what their sources say besides."""
     for path in paths:
         with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
+            yield from (_with_stated(json.loads(line)) for line in lines if line.strip())
+
+
+def _with_stated(row: dict[str, Any]) -> Row:
+    for start, stated in STATED.items():
+        if str(row.get("dataset")).startswith(start):
+            known = {"ffn": 4 * row["hidden"]} if stated.get("ffn") == "4h" else {}
+            return {**row, **stated, **known}
+    return row
 
 
 def measured_s(row: Row) -> float | None:
@@ -140,29 +171,71 @@ def job(row: Row) -> Job:
         raise Unpriced(f"not published: {', '.join(missing)}")
     if row.get("offload", "none") not in ("none", None):
         raise Unpriced("offloads to the host")
-    precision, framework = _precision(row), framework_of(row)
+    precision, framework, cluster = _precision(row), framework_of(row), _cluster(row)
+    share = attention_share(attention_kernel(row, framework), cluster.partition(":")[2])
     return Job(
         key=str(row["id"]),
         source=str(row["dataset"]),
         architecture=_architecture(row, precision, framework),
         layers=int(row["layers"]),
-        cluster=_cluster(row),
+        cluster=cluster,
         global_batch=int(row["global_batch_seqs"]),
         precision=precision,
-        wide_gradients=framework.wide_gradients or "fp32 grad" in str(row.get("precision")),
+        wide_gradients=framework.wide_gradients or _is_wide(row),
         framework=framework,
+        execution=_execution(row, framework, share),
         pins=tuple(_pins(row, framework)),
     )
 
 
+def _execution(row: Row, framework: Framework, attention: float) -> Execution:
+    """How the framework ran a row: messages go beside compute where stages are interleaved, and
+    what tensor ranks do not split by weights they split only with sequence parallelism."""
+    ours, interleaved = framework.execution, int(row.get("vpp") or 1) > 1
+    return replace(
+        ours,
+        attention=attention,
+        hides_messages=ours.hides_messages and interleaved,
+        whole_outside=() if row.get("sequence_parallel") else SPLIT_MODULES,
+    )
+
+
+def _is_wide(row: Row) -> bool:
+    """Whether a row says that gradients are added up in float32; FSDP's DEFAULT of Composer does
+    so (composer/trainer/mosaic_fsdp_utils.py, get_mixed_precision)."""
+    text = str(row.get("precision"))
+    return "fp32 grad" in text or "mixed_precision=DEFAULT" in text
+
+
 def _precision(row: Row) -> str:
     text = str(row.get("precision") or "bf16").lower()
-    if "fp8" in text or "float8" in text or "fp4" in text:
-        raise Unpriced("precision fp8 or less")
+    if "fp4" in text:
+        raise Unpriced("precision narrower than fp8")
+    if "fp8" in text or "float8" in text:
+        return "fp8"
     return "fp16" if text.startswith("fp16") and "bf16" not in text else "bf16"
 
 
+MOST_COUNT_ERROR = 0.1
+"""Of a model's parameters, above which its layers are not all of the one kind that a row prints."""
+
+
+def _count_error(row: Row, architecture: Architecture) -> float:
+    """How many more parameters a model has than the row says, as a share; 0 if it does not say."""
+    if "params_b" not in row:
+        return 0.0
+    return parameters(architecture, row["layers"]) / (1e9 * float(row["params_b"])) - 1
+
+
 def _architecture(row: Row, precision: str, framework: Framework) -> Architecture:
+    """The model. Raises Unpriced if its sizes do not give the parameters that the row prints."""
+    found = _kind(row, precision, framework)
+    if abs(error := _count_error(row, found)) > MOST_COUNT_ERROR:
+        raise Unpriced(f"sizes give another parameter count than published: {error:+.0%}")
+    return found
+
+
+def _kind(row: Row, precision: str, framework: Framework) -> Architecture:
     """The model; whether it is gated, and its head tied, is what gives its parameter count best."""
     experts = int(row.get("moe_experts") or 0)
     if row["hidden"] % row["heads"]:
@@ -179,9 +252,9 @@ def _architecture(row: Row, precision: str, framework: Framework) -> Architectur
             gated=gated,
             tied=tied,
             dropout=0.0 if gated else framework.dropout,
-            fused_attention=_is_fused(row, framework),
-            fused_rotary=framework.execution.fuses,
-            fused_norm=framework.execution.fuses or "RMS" in str(row.get("attention_kernel")),
+            fused_attention=attention_kernel(row, framework) != WRITTEN_OUT,
+            fused_rotary=framework.fused_rotary,
+            fused_norm=framework.fused_norm or "RMS" in str(row.get("attention_kernel")),
             experts=experts,
             top_k=int(row.get("moe_top_k") or 0),
             dtype="float16" if precision == "fp16" else "bfloat16",
@@ -195,13 +268,7 @@ def _architecture(row: Row, precision: str, framework: Framework) -> Architectur
     kinds = [with_kind(gated, tied) for gated in (False, True) for tied in (True, False)]
     if "params_b" not in row:
         return kinds[3]
-    want = float(row["params_b"]) * 1e9
-    return min(kinds, key=lambda a: abs(parameters(a, row["layers"]) - want))
-
-
-def _is_fused(row: Row, framework: Framework) -> bool:
-    kernel = row.get("attention_kernel")
-    return framework.fused_attention if kernel is None else "flash" in kernel or "TE" in kernel
+    return min(kinds, key=lambda a: abs(_count_error(row, a)))
 
 
 def _cluster(row: Row) -> str:
@@ -242,7 +309,8 @@ def _pins(row: Row, framework: Framework) -> Iterator[tuple[str, str]]:
     if tp > 1:
         yield "sequence", "on" if row.get("sequence_parallel") else "off"
     yield from _schedule(row, pp, vpp)
-    yield "recompute", _recompute(row)
+    if row.get("recompute") is not None:
+        yield "recompute", _recompute(row)
     level = row.get("zero_stage")
     level = framework.zero if level is None else int(level)
     group = re.search(r"group (\d+)", str(row.get("fsdp") or ""))
@@ -262,7 +330,7 @@ def _schedule(row: Row, pp: int, vpp: int) -> Iterator[tuple[str, str]]:
 
 
 def _recompute(row: Row) -> str:
-    text = str(row.get("recompute") or "none")
+    text = str(row["recompute"])
     found = next((ours for theirs, ours in RECOMPUTE if text == theirs), None)
     found = found or ("selective" if text.startswith("selective") else None)
     if found is None:

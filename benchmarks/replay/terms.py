@@ -17,18 +17,18 @@ from autopar.ir.cluster import Axis
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.plan.flow import Move, move_bytes
-from autopar.search.bucket_times import bucket_parts
+from autopar.search.bucket_times import StateCollective, bucket_parts
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
-from autopar.search.pricer import Pricer
+from autopar.search.pricer import Pricer, is_beside
 from autopar.search.stages import Staged, boundary_bytes
 from autopar.search.state import (
-    SUMS,
-    StateCollective,
     accumulation_bytes,
     gather_collectives,
+    gathered_share,
     optimizer_bytes,
     sync_collectives,
+    sync_kinds,
 )
 
 
@@ -47,16 +47,20 @@ Bag = tuple[tuple[object, float], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTerms:
-    """What a block runs: in a forward, in a backward, again in a backward; what gathers its
-    weights for either; once a step to sum gradients, `early` beside the last backward. `sum_bytes`
-    are moved in a backward to add up gradients, `optimizer_bytes` to step the optimizer. `cold` is
-    `ClassOption.cold`, 1 where nothing overlaps."""
+    """What a block runs: in a forward, in a backward, again in a backward, of the first two what
+    goes beside the products; what gathers its
+    weights for either, and reduces gradients every time; once a step to sum gradients, `early`
+    beside the last backward. Bytes moved to add up gradients in a backward, and to step the
+    optimizer. `cold` is `ClassOption.cold`, 1 where nothing overlaps."""
 
     forward: Bag
     backward: Bag
     again: Bag
+    beside: Bag
+    beside_back: Bag
     gather: Bag
     gather_again: Bag
+    reduce: Bag
     sync: Bag
     early: Bag
     sum_bytes: float
@@ -123,6 +127,7 @@ def _block(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> BlockT
     layouts = {name: state.layout for name, state in option.states}
     flow = pricer.flow(block, nodes, option.choices, layouts, grid)
     passes: tuple[list[tuple[object, float]], ...] = ([], [])
+    beside: tuple[list[tuple[object, float]], ...] = ([], [])
     again: list[tuple[object, float]] = []
     steps = set(option.again.steps)
 
@@ -132,27 +137,33 @@ def _block(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> BlockT
             again.append((item, count))
 
     for node, choice in zip(nodes, option.choices, strict=True):
-        op = pricer.local(node, choice, prices)
-        add(FORWARD, (op, FORWARD), node.name)
-        add(BACKWARD, (op, BACKWARD), node.name)
+        local = pricer.local(node, choice, prices)
+        add(FORWARD, (local, FORWARD), node.name)
+        add(BACKWARD, (local, BACKWARD), node.name)
         whole = pricer.option(node, choice, grid)
         for axis, size, strategy in zip(prices.names, prices.sizes, whole.strategies, strict=True):
             for inner in strategy.collectives:
                 if inner.phase == "backward" and not node.requires_grad:
                     continue
                 ref = node.inputs()[inner.like_input]
-                nbytes = inner.nbytes(prices.local_shape(ref, whole.inputs[inner.like_input]))
-                item = Collective(inner.op, nbytes, _routes(pricer, grid, (axis,)))
+                layout = whole.inputs[inner.like_input]
+                nbytes = inner.nbytes(prices.local_shape(ref, layout))
                 direction = BACKWARD if inner.phase == "backward" else FORWARD
-                add(direction, item, node.name, inner.count(size))
+                for op, part, on in prices.inner_collectives(inner.op, nbytes, axis, layout):
+                    item = Collective(op, part, _routes(pricer, grid, (on,)))
+                    add(direction, item, node.name, inner.count(size))
     for move in flow.moves():
         for direction, moved in enumerate(_moved(pricer, grid, move)):
             if moved is not None:
                 add(direction, moved, move.name)
+                if is_beside(prices.names[move.axis], moved.op):
+                    beside[direction].append((moved, 1.0))
     return BlockTerms(
         forward=_bag(passes[0]),
         backward=_bag(passes[1]),
         again=_bag(again),
+        beside=_bag(beside[0]),
+        beside_back=_bag(beside[1]),
         **_state(pricer, grid, kind, option),
         cold=option.cold if option.overlaps else 1.0,
     )
@@ -175,34 +186,39 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
     """The terms of a block's parameters."""
     block, by_name = pricer.setting.chain.representative(kind), dict(option.states)
     bags: dict[str, list[tuple[object, float]]] = {
-        name: [] for name in ("gather", "gather_again", "sync", "early")
+        name: [] for name in ("gather", "gather_again", "reduce", "sync", "early")
     }
-    moved, summed = 0, 0.0
+    moved = summed = 0.0
 
-    def add(name: str, collectives: Iterable[StateCollective], parts: float = 1.0) -> None:
+    share = gathered_share(pricer.setting, grid)
+
+    def add(
+        name: str, collectives: Iterable[StateCollective], parts: float, share: float = 1.0
+    ) -> None:
         for op, nbytes, names in collectives:
             if routes := _routes(pricer, grid, names):
-                bags[name].append((Collective(op, parts * nbytes, routes), 1 / parts))
+                bags[name].append((Collective(op, parts * nbytes, routes), share / parts))
 
     for ref in block.parameters:
         source = pricer.setting.sources[ref.name]
         own = by_name[source.fqn]
+        nbytes = pricer.prices(grid).local_bytes(ref, own.layout)
         gathers = gather_collectives(pricer, grid, ref, own)
-        add("gather", gathers)
+        together = bucket_parts(pricer, grid, CollectiveOp.ALL_GATHER, own.level, nbytes)
+        parts = together if pricer.setting.execution.flat else 1.0
+        add("gather", gathers, parts, share)
         if ref in pricer.kept_parameters(block) or ref in option.again.weights:
-            add("gather_again", gathers)
+            add("gather_again", gathers, parts, share)
         if source.trainable:
-            is_early = own.level in pricer.setting.execution.early_sync
             for each in sync_collectives(pricer, grid, ref, own):
-                nbytes = pricer.prices(grid).local_bytes(ref, own.layout)
                 parts = bucket_parts(pricer, grid, each[0], own.level, nbytes)
-                add("early" if is_early and each[0] in SUMS else "sync", (each,), parts)
-            summed += accumulation_bytes(pricer, grid, ref, own)
+                add(sync_kinds(pricer.setting, own.level, each[0])[-1], (each,), parts)
             moved += optimizer_bytes(pricer, ref, own, pricer.prices(grid))
+            summed += accumulation_bytes(pricer, grid, ref, own)
     return {
         **{name: _bag(items) for name, items in bags.items()},
         "sum_bytes": summed,
-        "optimizer_bytes": float(moved),
+        "optimizer_bytes": moved,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from calibrate import BOUNDS, fit
@@ -107,7 +109,8 @@ def _run(planner, found, step_s: float) -> Run:
         predicted_s=step_s,
         base=Constants.of(curve_of(planner.pricer.device)),
         device=planner.pricer.device,
-        host_s=0.0,
+        execution=planner.setting.execution,
+        product_dtype="",
         terms=terms(planner.pricer, found.best),
         weights=(found.best.problem.sum_weight, found.best.problem.max_weight),
     )
@@ -122,6 +125,38 @@ def test_the_terms_of_a_plan_add_up_to_its_blocks(solved):
     assert quick._raw(run.base)[0] == pytest.approx(objective, rel=0.02)
 
 
+def test_the_terms_of_a_sharded_plan_add_up_too():
+    """Weights gathered and gradients reduced every micro-batch, a block's as one."""
+    sharded = {"framework": "Composer/LLM-Foundry FSDP", "tp": 1, "pp": 1, "zero_stage": 3}
+    planner, found = search(job({**ROW, **sharded, "id": "z"}), Captures())
+    prediction = predicted(planner, found)
+    run = _run(planner, found, prediction.step_s)
+    assert all(block.reduce and not block.early for block in run.terms.blocks)
+    assert Quick([run])._raw(run.base)[0] == pytest.approx(prediction.step_s, rel=0.001)
+
+
+def test_a_plan_that_does_not_say_what_runs_again_is_made_to_fit():
+    short = {**ROW, "gpu": "V100-16GB", "precision": "fp16", "micro_batch_seqs": 16}
+    large = {"layers": 64, "params_b": 0.244, "pp": 1, "tp": 1, "zero_stage": 0}
+    unsaid = {k: v for k, v in {**short, **large}.items() if k != "recompute"}
+    planner, found = search(job(unsaid), Captures())
+    assert planner.setting.pins.recompute is None
+    assert any(o.again.steps for options in found.best.options.values() for o in options)
+    stated, _ = search(job({**short, **large, "recompute": "none"}), Captures())
+    assert stated.setting.cluster.device(0).memory_bytes > planner.setting.memory_bytes(0)
+
+
+def test_weights_are_split_as_megatron_splits_them(solved):
+    _, found, _ = solved
+    split = {
+        name.partition(".")[2]: str(state.layout[-1])
+        for options in found.best.options.values()
+        for name, state in options[0].states
+    }
+    assert {split["0.attention.q.weight"], split["0.feed_forward.up.weight"]} == {"S(0)"}
+    assert {split["0.attention.out.weight"], split["0.feed_forward.down.weight"]} == {"S(1)"}
+
+
 def test_pricing_a_grid_again_from_its_options_gives_the_objective(solved):
     planner, found, _ = solved
     again = grid_step_s(found.best, planner.bounds.weights(found.best.grid))
@@ -132,7 +167,7 @@ def test_constants_are_found_again(solved):
     """What was measured is what the model says with other constants: the fit finds its way."""
     planner, found, prediction = solved
     run = _run(planner, found, prediction.step_s)
-    real = Constants(**{**{k: getattr(run.base, k) for k in BOUNDS}, "sustained": 0.6})
+    real = replace(run.base, sustained=0.6)
     seconds = float(Quick([run]).step_s(real)[0])
     assert seconds > 1.02 * prediction.step_s
     measured = Run(**{n: getattr(run, n) for n in Run.__slots__} | {"measured_s": seconds})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from replay.frameworks import framework_of
+from replay.frameworks import ATTENTION, FLASH_1, framework_of
 from replay.model import build, parameters
 from replay.rows import Unpriced, is_oom, job, left_out, measured_s, read_rows
 from replay.split import part
@@ -129,7 +131,7 @@ def test_times_are_seconds_or_tokens_or_the_papers_own_formula():
     ("change", "why"),
     [
         ({"task": "lora"}, "task lora"),
-        ({"precision": "FP8"}, "fp8"),
+        ({"precision": "nvfp4"}, "narrower than fp8"),
         ({"offload": "full CPU offload"}, "offloads"),
         ({"gpu": "TPUv4"}, "no such row"),
         ({"heads": None}, "not published: heads"),
@@ -154,11 +156,48 @@ def test_rows_that_say_nothing_are_left_out_with_the_reason():
 
 
 def test_frameworks_are_found_by_how_their_name_begins():
-    assert framework_of({"framework": "Megatron-LM v1"}).execution.scatters_messages
-    assert not framework_of({"framework": "Megatron-DeepSpeed"}).execution.scatters_messages
+    assert framework_of({"framework": "Megatron-LM v1"}).execution.scatters
+    assert not framework_of({"framework": "Megatron-DeepSpeed"}).execution.scatters
     assert framework_of({"framework": "Megatron-Core r0.8.0"}).execution.early_sync >= {0, 1}
     assert not framework_of({"framework": "torchtitan"}).execution.fuses
     assert framework_of({"framework": "torchtitan FSDP2"}).execution.fuses
+
+
+def test_a_source_tells_the_version_of_its_framework():
+    early = framework_of({"framework": "Megatron-LM", "dataset": "Megatron-LM SC21 Table 1"})
+    late = framework_of({"framework": "Megatron-LM", "dataset": "Korthikanti 2022 Table 5"})
+    assert not early.execution.fuses_accumulation
+    assert late.execution.fuses_accumulation
+
+
+def test_attention_is_as_fast_as_its_kernel_on_the_device():
+    fsdp = {**LLAMA, "framework": "Composer/LLM-Foundry FSDP"}
+    assert job(fsdp).execution.attention == ATTENTION[FLASH_1, "h100"]
+    assert job({**fsdp, "attention_kernel": "flash_attention2"}).execution.attention == 0.58
+    assert job({**fsdp, "gpu": "A100-80GB-SXM"}).execution.attention == 0.5
+    assert job(LLAMA).execution.attention == 1.0
+    assert not job({**fsdp, "attention_kernel": "fused"}).architecture.fused_attention
+
+
+def test_messages_hide_where_stages_are_interleaved_and_norms_run_whole_without_sequence_split():
+    assert not job(LLAMA).execution.hides_messages
+    deep = {**LLAMA, "pp": 2, "tp": 1, "vpp": 2, "sequence_parallel": False}
+    assert job(deep).execution.hides_messages
+    assert job(LLAMA).execution.whole_outside == ()
+    assert "attention" in job(deep).execution.whole_outside
+
+
+def test_sources_say_what_their_rows_do_not(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"dataset": "SC21 Fig 14 (PP x DP)", "hidden": 8, "id": "a"}
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "dataset": "other"}))
+    assert [r.get("ffn") for r in read_rows([path])] == [32, None]
+
+
+def test_a_model_of_another_size_than_published_is_not_priced():
+    assert job(SC21).layers == 80
+    with pytest.raises(Unpriced, match="another parameter count"):
+        job({**SC21, "layers": 70})
 
 
 def test_whole_sources_are_split_by_device_and_the_two_tables_are_held_out():

@@ -1,0 +1,29 @@
+"""What frameworks do otherwise than the emitted program, in seconds and bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.costs.execution import Execution
+
+
+def test_a_gradient_is_read_the_sum_read_and_written_but_for_the_first():
+    ours = Execution()
+    assert ours.accumulation_bytes(2, 2, 1) == 0
+    assert ours.accumulation_bytes(2, 2, 4) == pytest.approx(6 * 3 / 4)
+    assert ours.accumulation_bytes(2, 4, 4) == pytest.approx(10 * 3 / 4)
+    assert Execution(fuses_accumulation=True).accumulation_bytes(2, 4, 4) == 0
+
+
+def test_all_but_one_part_of_what_tensor_ranks_move_hides():
+    assert Execution().hidden_tensor_s(1.0, 2.0, 4, 1.0) == 0
+    beside = Execution(hides_tensor=True)
+    assert beside.hidden_tensor_s(1.0, 2.0, 4, 0.9) == pytest.approx(0.9 * 0.75)
+    assert beside.hidden_tensor_s(3.0, 2.0, 4, 1.0) == pytest.approx(2 * 0.75)
+
+
+def test_what_stays_whole_is_not_gathered_again():
+    assert Execution().gathered_share(1e9) == 1
+    live = Execution(live_parameters=1e9)
+    assert live.gathered_share(4e9) == 0.75
+    assert live.gathered_share(5e8) == 0
