@@ -14,7 +14,6 @@ from autopar.costs.local_op import LocalOp, Order, local_op
 from autopar.costs.memory import state_bytes
 from autopar.costs.profiles import Profile, TimeSource
 from autopar.costs.saved import SavedSet, kept_parameters, saved_refs
-from autopar.costs.traffic import op_traffic
 from autopar.costs.transient import RunBlock
 from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
@@ -29,6 +28,7 @@ from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
 from autopar.rules.context import ATTENTION, attention_kind, whole_keys
 from autopar.rules.index_expr import LOCAL
+from autopar.search.beside import host_floor_s, is_beside, shards
 from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
@@ -38,16 +38,6 @@ from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
 from autopar.search.running import Running
 from autopar.search.setting import Setting
 from autopar.search.split_costs import WeightPart
-
-
-def _shards(strategy: AxisStrategy) -> bool:
-    """Whether a strategy splits a value."""
-    return any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
-
-
-def is_beside(axis: str, op: CollectiveOp | None) -> bool:
-    """Whether a move may go beside the product that reads or makes what it moves."""
-    return axis == TENSOR and op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +127,7 @@ class Pricer:
         if axis.splits_samples:
             return self._honour_expert_pin(axis, found)
         if axis.name == TENSOR and self._runs_whole(node):
-            return tuple(s for s in found if not _shards(s)) or found
+            return tuple(s for s in found if not shards(s)) or found
         degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
         if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
             return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found
@@ -355,7 +345,7 @@ class Pricer:
         forward -= self._hidden_s(beside[0], compute[0], grid)
         backward -= self._hidden_s(beside[1], compute[1], grid)
         if setting.execution.host_s:
-            floor = self._host_floor_s(nodes, choices, flow, grid)
+            floor = host_floor_s(self, nodes, choices, flow, grid)
             forward, backward = max(forward, floor[0]), max(backward, floor[1])
         held = frozenset(Ref(name) for name in setting.sources)
         storages, running = self._activations(block, choices, flow, prices, held)
@@ -378,30 +368,6 @@ class Pricer:
         """What of the collectives of the tensor axis that go beside products costs no time."""
         hidden = curve_of(self.device).hidden
         return self.setting.execution.hidden_tensor_s(tensor_s, compute_s, grid.tensor, hidden)
-
-    def _host_floor_s(
-        self, nodes: Sequence[OpNode], choices: Sequence[NodeChoice], flow: BlockFlow, grid: Grid
-    ) -> tuple[float, float]:
-        """What starting everything that a block runs takes the host, in each pass."""
-        prices, kernels, collectives = self.prices(grid), [0, 0], [0.0, 0.0]
-        for node, choice in zip(nodes, choices, strict=True):
-            traffic = op_traffic(self.local(node, choice, prices), self.device.kind)
-            kernels[0] += traffic.forward_kernels
-            kernels[1] += traffic.backward_kernels
-            strategies = self.option(node, choice, grid).strategies
-            for size, strategy in zip(prices.sizes, strategies, strict=True):
-                for inner in strategy.collectives:
-                    if size > 1 and (inner.phase == "forward" or node.requires_grad):
-                        collectives[inner.phase == "backward"] += inner.count(size)
-        for move in flow.moves():
-            if prices.sizes[move.axis] > 1:
-                for index, op in enumerate((move.transition.forward, move.transition.backward)):
-                    collectives[index] += op is not None
-        forward, backward = (
-            self.setting.execution.host_floor_s(k, c)
-            for k, c in zip(kernels, collectives, strict=True)
-        )
-        return forward, backward
 
     def products(self, block: Block) -> Mapping[str, Product]:
         """The ops of a block whose weight gradients a split backward computes apart."""

@@ -17,10 +17,11 @@ from autopar.ir.cluster import Axis
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.plan.flow import Move, move_bytes
+from autopar.search.beside import is_beside
 from autopar.search.bucket_times import StateCollective, bucket_parts
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
-from autopar.search.pricer import Pricer, is_beside
+from autopar.search.pricer import Pricer
 from autopar.search.stages import Staged, boundary_bytes
 from autopar.search.state import (
     accumulation_bytes,
