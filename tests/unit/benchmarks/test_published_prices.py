@@ -132,18 +132,19 @@ def test_the_terms_of_a_sharded_plan_add_up_too():
     prediction = predicted(planner, found)
     run = _run(planner, found, prediction.step_s)
     assert all(block.reduce and not block.early for block in run.terms.blocks)
-    assert Quick([run])._raw(run.base)[0] == pytest.approx(prediction.step_s, rel=0.001)
+    assert Quick([run])._raw(run.base)[0] == pytest.approx(prediction.step_s, rel=0.02)
 
 
 def test_a_plan_that_does_not_say_what_runs_again_is_made_to_fit():
-    short = {**ROW, "gpu": "V100-16GB", "precision": "fp16", "micro_batch_seqs": 16}
-    large = {"layers": 64, "params_b": 0.244, "pp": 1, "tp": 1, "zero_stage": 0}
-    unsaid = {k: v for k, v in {**short, **large}.items() if k != "recompute"}
+    large = {"layers": 64, "pp": 1, "tp": 1, "zero_stage": 0, "global_batch_seqs": 1024}
+    short = {"gpu": "V100-16GB", "precision": "fp16", "micro_batch_seqs": 128}
+    stated = {k: v for k, v in {**ROW, **large, **short}.items() if k != "params_b"}
+    unsaid = {k: v for k, v in stated.items() if k != "recompute"}
     planner, found = search(job(unsaid), Captures())
     assert planner.setting.pins.recompute is None
     assert any(o.again.steps for options in found.best.options.values() for o in options)
-    stated, _ = search(job({**short, **large, "recompute": "none"}), Captures())
-    assert stated.setting.cluster.device(0).memory_bytes > planner.setting.memory_bytes(0)
+    boundless, _ = search(job({**stated, "recompute": "none"}), Captures())
+    assert boundless.setting.cluster.device(0).memory_bytes > planner.setting.memory_bytes(0)
 
 
 def test_weights_are_split_as_megatron_splits_them(solved):
