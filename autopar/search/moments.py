@@ -211,14 +211,20 @@ def _forward(runs: Sequence[_Run], before: Sequence[int]) -> int:
     """Weights of the next block are on their way."""
     ahead = [*(run.gathered[0] for run in runs[1:]), 0]
     return max(
-        before[k] + run.option.again.peaks.forward_bytes + run.gathered[0] + ahead[k] + run.joined
+        before[k] + _joining(run, run.option.again.peaks.forward_bytes) + run.gathered[0] + ahead[k]
         for k, run in enumerate(runs)
     )
 
 
 def _gathered_back(runs: Sequence[_Run], k: int) -> int:
     """Weights that the backward of a block holds: its own, and those of the block before it."""
-    return runs[k].gathered[1] + (runs[k - 1].gathered[1] if k else 0) + runs[k].joined
+    return runs[k].gathered[1] + (runs[k - 1].gathered[1] if k else 0)
+
+
+def _joining(run: _Run, running: int) -> int:
+    """What a block holds while it runs, or while a weight that it is about to read is joined from
+    its parts, which are then let go of."""
+    return max(running, run.option.saved_bytes + run.joined)
 
 
 def _backward(
@@ -234,7 +240,7 @@ def _backward(
     behind, reduced, peak = _behind(runs, returned), 0, 0
     for k in reversed(range(len(runs))):
         peaks = runs[k].option.again.peaks
-        own = peaks.split_bytes if split else peaks.backward_bytes
+        own = _joining(runs[k], peaks.split_bytes if split else peaks.backward_bytes)
         own += _gathered_back(runs, k) + behind[k] + _sent_alone(runs[k]) * last
         peak = max(peak, before[k] + own - reduced)
         alone = [w for w in runs[k].weights if w.level == 3]
