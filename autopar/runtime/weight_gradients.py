@@ -22,11 +22,14 @@ from autopar.runtime.context import DeferredGradient, StepContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Product:
-    """A function of (input, weight) and its two gradients, each of (gradient, the other factor)."""
+    """A function of (input, weight) and its two gradients, each of (gradient, the other factor).
+
+    That of the weight must not need the weight, which may be gathered for as long as it is read.
+    """
 
     forward: Callable[[Tensor, Tensor], Tensor]
     input_gradient: Callable[[Tensor, Tensor], Tensor]
-    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -36,17 +39,17 @@ def _rows(x: Tensor) -> Tensor:
 _LINEAR = _Product(
     forward=F.linear,
     input_gradient=lambda grad, weight: grad @ weight,
-    weight_gradient=lambda grad, x, weight: _rows(grad).t() @ _rows(x),
+    weight_gradient=lambda grad, x: _rows(grad).t() @ _rows(x),
 )
 _MATMUL = _Product(
     forward=torch.matmul,
     input_gradient=lambda grad, weight: grad @ weight.t(),
-    weight_gradient=lambda grad, x, weight: _rows(x).t() @ _rows(grad),
+    weight_gradient=lambda grad, x: _rows(x).t() @ _rows(grad),
 )
 _BMM = _Product(
     forward=torch.bmm,
     input_gradient=lambda grad, weight: grad @ weight.transpose(1, 2),
-    weight_gradient=lambda grad, x, weight: x.transpose(1, 2) @ grad,
+    weight_gradient=lambda grad, x: x.transpose(1, 2) @ grad,
 )
 
 
@@ -83,7 +86,7 @@ class _Split(torch.autograd.Function):
         def gradients() -> list[tuple[GradientEdge, Tensor]]:
             found = []
             if edges[0] is not None:
-                found.append((edges[0], product.weight_gradient(grad, x, weight.detach())))
+                found.append((edges[0], product.weight_gradient(grad, x)))
             if edges[1] is not None:
                 found.append((edges[1], _rows(grad).sum(0)))
             return found
