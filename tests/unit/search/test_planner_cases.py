@@ -903,12 +903,15 @@ def test_the_simulated_step_is_within_the_bounds_of_the_closed_form(planned):
     """The objective ranks; the figure reported is simulated, and no flush schedule beats it."""
     found = planned.plan
     times, count = stage_times(found), found.training.micro_batches
-    tails = [dict(s.time_s)["gradient_sync"] + dict(s.time_s)["optimizer"] for s in found.stages]
+    once = ("gradient_sync", "tied_sync", "optimizer", "weight_gather")
+    tails = [sum(dict(s.time_s).get(name, 0.0) for name in once) for s in found.stages]
+    tied = max(dict(s.time_s).get("tied_sync", 0.0) for s in found.stages)  # not in the objective
     step = found.prediction.step_s
+    assert found.certificate.objective_s <= step * (1 + 1e-9)
     assert step >= flush_step_lower_bound_s(times, count) * (1 - 1e-9)
     assert found.certificate.bound_s <= found.certificate.objective_s
     if found.schedule not in PERIODS:  # splits its backwards; no closed form has their sends
-        assert found.certificate.objective_s == pytest.approx(step, rel=0.05)
+        assert found.certificate.objective_s == pytest.approx(step - tied, rel=0.05)
         return
     period = PERIODS[found.schedule](times)
     longest = max((*times.forward_s, *times.send_forward_s)) + max(
