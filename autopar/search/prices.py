@@ -139,14 +139,14 @@ class Prices:
     ) -> Iterator[tuple[CollectiveOp, float, str]]:
         """What a collective inside a kernel is run as: an exchange of a value that tensor ranks
         hold alike may be one of parts, gathered on the other side."""
-        tensor = self.names.index(TENSOR)
-        alike = not isinstance(layout[tensor], Shard) and self.sizes[tensor] > 1
-        parts = self.sizes[tensor] if self.scatters and alike else 1
-        if op is not CollectiveOp.ALL_TO_ALL or axis == TENSOR or parts == 1:
+        if not self.scatters or op is not CollectiveOp.ALL_TO_ALL or axis == TENSOR:
             yield op, nbytes, axis
             return
+        tensor = self.names.index(TENSOR)
+        parts = 1 if isinstance(layout[tensor], Shard) else self.sizes[tensor]
         yield op, nbytes / parts, axis
-        yield CollectiveOp.ALL_GATHER, nbytes, TENSOR
+        if parts > 1:
+            yield CollectiveOp.ALL_GATHER, nbytes, TENSOR
 
     def sync_s(self, ref: Ref, layout: Layout) -> float:
         """Seconds of a parameter's gradient in the sum over the axes it is partial on, once per
