@@ -165,8 +165,9 @@ def _override(links: tuple[LinkLevel, ...], override: str, text: str) -> tuple[L
 def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None) -> Cluster:
     """The same kind of devices and links in another number of nodes; by default as large.
 
-    Links keep their bandwidth and latency. A cluster of one node has the network its devices
-    usually come with. Raises InputError for a cluster of several groups.
+    Links keep their bandwidth and latency. Processes on a CPU stay on one host. A cluster of one
+    node has the network its devices usually come with. Raises InputError for a cluster of several
+    groups.
     """
     if len(cluster.groups) > 1:
         raise InputError(
@@ -175,6 +176,8 @@ def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None
         )
     group = cluster.groups[0]
     own = devices_per_node or group.devices_per_node
+    if group.device.kind == "cpu":
+        nodes, own = 1, nodes * own
     groups = (replace(group, nodes=nodes, devices_per_node=own),)
     total = nodes * own
     known = {link.name: link for link in cluster.links}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, inf
 
+from autopar.errors import InfeasiblePlan
 from autopar.ir.mesh import CONTEXT, TENSOR, MeshAxis
 from autopar.plan.plan import NOT_AT_ONCE
 from autopar.plan.text import amount, spans
@@ -20,29 +21,34 @@ from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 
 
-def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
-    """The closest miss: which stage needs how much, for what, and what would help.
+class NothingFits(InfeasiblePlan):
+    """No grid has a plan that fits; the message has the closest miss."""
 
-    `unfit` are grids without a plan: too large, or not solved in time.
+
+def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged], total: int | None = None) -> str:
+    """The closest miss: which stage needs how much, for what.
+
+    `unfit` are grids without a plan: too large, or not solved in time; of `total`, by default all.
     """
     setting = pricer.setting
     cluster = setting.cluster
+    pinned = "".join(f", {key}={value}" for key, value in setting.pins.items())
     head = (
         f"no plan for {setting.name} fits {cluster.spec or f'{cluster.num_devices} devices'} "
         f"(global batch {setting.global_batch}, {setting.training.precision.name}, "
-        f"{setting.training.optimizer})"
+        f"{setting.training.optimizer}{pinned})"
     )
     if not unfit:
         return f"{head}: some op is left without a placement; {_pins(setting)}"
     missed = [staged for staged in unfit if staged.solution.conflict]
-    if len(missed) < len(unfit):
+    if not missed:
         return (
             f"{head} that could be found in {setting.time_limit_s:g} s: {len(unfit) - len(missed)} "
             f"of {len(unfit)} grids were not solved; give more time"
         )
     closest = min(missed, key=lambda staged: sum(short for _, short in staged.solution.conflict))
     grid = closest.grid
-    count = len({staged.grid for staged in missed})
+    count = total or len({staged.grid for staged in missed})
     which = f"The closest of {count} grids" if count > 1 else "The only grid"
     return "\n".join(
         [
@@ -56,7 +62,7 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged]) -> str:
 
 
 def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
-    setting, grid = pricer.setting, closest.grid
+    grid = closest.grid
     capacity = closest.problem.capacity_bytes
     used = {
         stages[0]: sum(closest.solution.stage_bytes[k] for k in stages)
@@ -69,19 +75,9 @@ def _closest_lines(pricer: Pricer, closest: Staged) -> list[str]:
     terms.append((NOT_AT_ONCE, needs - sum(value for _, value in terms)))
     where = f"stage {worst}" if len(together) == 1 else f"the rank of stages {spans(together)}"
     shown = ", ".join(f"{name} {amount(value)}" for name, value in terms if round(value))
-    states = sum(
-        value for name, value in terms if name in ("weights", "gradients", "master", "optimizer")
-    )
-    more = -(-int(needs * setting.cluster.num_devices) // int(has))
-    helps = [f"about {more} such devices or more", f"devices of {amount(needs)}"]
-    helps.append(
-        "a smaller model or optimizer state" if states > needs / 2 else "a shorter sequence"
-    )
-    pins = f"; {_pins(setting)}" if setting.pins.items() else ""
     return [
         f"  {where} needs {amount(needs)} of {amount(has)}, {ceil(needs - has)} bytes too "
         f"much: {shown}",
-        f"  what would help: {', '.join(helps)}{pins}",
     ]
 
 

@@ -16,7 +16,9 @@ from autopar.ir.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.plan.price import hourly_price, price_text, sample_price
 from autopar.plan.text import amount, percent
+from autopar.search.conflict import closest_miss, conflict_lines, find_conflict
 from autopar.search.grids import grids
+from autopar.search.infeasible import NothingFits
 from autopar.search.least import Least, least_peak_bytes
 from autopar.search.make import fastest_plan
 from autopar.search.pins import settle_pins
@@ -33,7 +35,16 @@ def make_plan(setting: Setting, progress: Progress = lambda what, done: None) ->
     Raises InfeasiblePlan or InputError with the reason.
     """
     pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
-    plan = _MAKERS[setting.objective](replace(setting, pins=pins), progress)
+    setting = replace(setting, pins=pins)
+    try:
+        plan = _MAKERS[setting.objective](setting, progress)
+    except NothingFits as miss:
+        conflict = find_conflict(setting, progress)
+        if conflict is None:
+            raise InfeasiblePlan(str(miss)) from None
+        closest = closest_miss(setting, conflict.least, progress) or str(miss)
+        lines = conflict_lines(setting, conflict, progress)
+        raise InfeasiblePlan("\n".join([closest, *lines])) from None
     return replace(plan, objective=setting.objective)
 
 

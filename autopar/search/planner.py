@@ -17,6 +17,7 @@ from autopar.search.bounds import Bounds, Sharpness
 from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.infeasible import (
+    NothingFits,
     explain_attention,
     explain_infeasible,
     explain_unsplittable,
@@ -163,7 +164,7 @@ class Planner:
         seen = _Seen(total=len(candidates), top=self.setting.top or 0)
         self._drain(self._heap(candidates), seen, deadline)
         if seen.best is None:
-            raise InfeasiblePlan(explain_infeasible(self.pricer, seen.unfit))
+            raise NothingFits(explain_infeasible(self.pricer, seen.unfit))
         return self._found(seen)
 
     def _drain(self, queue: list[_Entry], seen: _Seen, deadline: float) -> None:
