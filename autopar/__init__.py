@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.costs.clusters import parse_cluster
     from autopar.devices import measured_cluster
     from autopar.ir.cluster import Cluster
+    from autopar.pinning import pin
     from autopar.plan.plan import Plan
     from autopar.plan.serialize import read_plan, write_plan
     from autopar.runtime.deferred import deferred_init
@@ -56,6 +57,7 @@ __all__ = [
     "measured_cluster",
     "parallelize",
     "parse_cluster",
+    "pin",
     "read_plan",
     "write_plan",
 ]
@@ -69,6 +71,7 @@ _WHERE = {
     "measured_cluster": "autopar.devices",
     "parallelize": "autopar.api",
     "parse_cluster": "autopar.costs.clusters",
+    "pin": "autopar.pinning",
     "read_plan": "autopar.plan.serialize",
     "write_plan": "autopar.plan.serialize",
 }

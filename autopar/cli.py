@@ -220,6 +220,34 @@ def _size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("size", choices=sizes, help=text)
 
 
+def _changes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "changes",
+        metavar="KEY=VALUE",
+        nargs="+",
+        type=_pin,
+        help="memory (GiB a device), nodes, cluster, links (x2: twice as fast), a link by its name "
+        "(x2, or GB/s), global-batch, seq-len, precision, optimizer, objective, pin.KEY (a value, "
+        "or free)",
+    )
+    add("--model", metavar="MODEL", help=f"{_MODEL_HELP}; default: the model the plan names")
+    add("--time-limit", metavar="S", type=_positive, help="seconds of search (default: 120)")
+
+
+def _keep(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--keep", metavar="PLAN", help="fix the decisions of this plan, but those of --free")
+    add(
+        "--free",
+        metavar="KIND[,KIND]",
+        type=lambda text: tuple(part.strip() for part in text.split(",")),
+        default=(),
+        help="decisions of --keep to search again: pipeline, data, context, tensor, weights, "
+        "micro-batch, recompute, zero",
+    )
+
+
 def _given_plan(parser: argparse.ArgumentParser) -> None:
     text = "run this plan instead of making one; it must fit the model and the cluster"
     parser.add_argument("--plan", metavar="FILE", help=text)
@@ -354,7 +382,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "plan": (
         "find the best way to train a model on a cluster",
-        (_model, _cluster, _planning, _objective, _top, _profile, _output_file),
+        (_model, _cluster, _planning, _objective, _keep, _top, _profile, _output_file),
     ),
     "sweep": (
         "plan a model on clusters of several sizes, and say how it scales",
@@ -363,6 +391,10 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
     "fit": (
         "find the fewest devices that train a model, or the most of it that a cluster trains",
         (_size, _model, _cluster, _planning),
+    ),
+    "what-if": (
+        "make a plan again with a change, and say what the change is worth",
+        (_plan, _changes, _output_file),
     ),
     "profile": (
         "measure the ops and collectives that plans of a model can need, on this machine",
@@ -392,7 +424,7 @@ COMMANDS: dict[str, tuple[str, tuple[Adder, ...]]] = {
 """Each command: what it does, and its arguments. Its handler has its name in `commands`, or in the
 module that `HANDLERS` has for it."""
 
-HANDLERS = dict.fromkeys(("sweep", "fit"), "autopar.questions.commands")
+HANDLERS = dict.fromkeys(("sweep", "fit", "what-if"), "autopar.questions.commands")
 
 
 if __name__ == "__main__":

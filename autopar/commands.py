@@ -47,7 +47,7 @@ def plan(options: Namespace) -> int:
     from autopar import compiler
 
     if options.output:
-        _check_file(options.output)
+        check_file(options.output)
     request = planning_options(options)
     source = compiler.load_source(options.model, seq_len=options.seq_len)
     measured = read_profiles(options.profile) if options.profile else ()
@@ -56,12 +56,9 @@ def plan(options: Namespace) -> int:
         if options.profile:
             request = replace(request, profile=profile_for(measured, cluster, options.profile))
         planned = compiler.plan_source(source, cluster, request, report)
-    if options.output:
-        write_plan(planned.plan, options.output)
     summary = plan_summary(planned.plan) | {"output": options.output}
     print_result(options, summary, plan_table(planned.plan))
-    if options.output:
-        print(f"autopar: wrote {options.output}", file=sys.stderr)
+    write_found(options, planned.plan)
     return _DONE
 
 
@@ -92,7 +89,7 @@ def profiles(options: Namespace) -> int:
     """Show profiles, put together; write them where asked."""
     found = merge(item for path in options.profiles for item in read_profiles(path))
     if options.output:
-        _check_file(options.output)
+        check_file(options.output)
         write_profiles(found, options.output)
     print_result(
         options, profiles_summary(found) | {"output": options.output}, profiles_table(found)
@@ -104,15 +101,15 @@ def profiles(options: Namespace) -> int:
 
 def show(options: Namespace) -> int:
     """Print a plan as a table."""
-    found = _read(options.plan)
+    found = read_sound(options.plan)
     print_result(options, plan_summary(found), plan_table(found))
     return _DONE
 
 
 def trace(options: Namespace) -> int:
     """Write the simulated step of a plan as a timeline."""
-    _check_file(options.output)
-    found = _read(options.plan)
+    check_file(options.output)
+    found = read_sound(options.plan)
     step = simulate_plan(found)
     write_text(step_trace(step, rank_names(found)), options.output)
     print_result(
@@ -124,7 +121,7 @@ def trace(options: Namespace) -> int:
 
 def explain(options: Namespace) -> int:
     """Say why a plan is as it is."""
-    found = _read(options.plan)
+    found = read_sound(options.plan)
     text = explain_plan(found, options.op)
     print_result(options, {"plan": plan_summary(found), "op": options.op, "text": text}, text)
     return _DONE
@@ -132,7 +129,7 @@ def explain(options: Namespace) -> int:
 
 def diff(options: Namespace) -> int:
     """Say what changed between two plans."""
-    a, b = _read(options.a), _read(options.b)
+    a, b = read_sound(options.a), read_sound(options.b)
     changes = [{"path": path, "a": old, "b": new} for path, old, new in plan_changes(a, b)]
     data = {
         "identical": not changes,
@@ -169,7 +166,7 @@ def codegen(options: Namespace) -> int:
     from autopar import compiler
 
     _check_folder(options.output)
-    found = _read(options.plan)
+    found = read_sound(options.plan)
     source = _source(options.model or found.model.name, found)
     with progress() as report, _named(options.plan):
         compiler.write_program(_adopt(found, source, report), options.output)
@@ -266,7 +263,7 @@ def _hardware_data(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"device": device}
 
 
-def _read(path: str) -> Plan:
+def read_sound(path: str) -> Plan:
     """A plan from a file, sound in itself; every error names the file."""
     found = read_plan(path)
     with _named(path):
@@ -316,6 +313,7 @@ def planning_options(options: Namespace) -> PlanOptions:
     from autopar.search.pins import parse_pins
 
     parse_pins(options.pin, SCHEDULES)
+    pins = tuple(options.pin)
     given: dict[str, Any] = {name: getattr(options, name) for name in _PLANNING}
     given["time_limit_s"] = given.pop("time_limit")
     if options.memory_limit is not None:
@@ -325,7 +323,24 @@ def planning_options(options: Namespace) -> PlanOptions:
     if prices := getattr(options, "price", []):
         given["prices"] = dict(prices)
     given = {name: value for name, value in given.items() if value is not None}
-    return compiler.PlanOptions(pins=tuple(options.pin), **given)
+    if getattr(options, "keep", None):
+        pins = _kept(options)
+        given["price_pins"] = False
+    elif getattr(options, "free", ()):
+        raise InputError("--free without --keep: nothing is kept; name the plan with --keep")
+    return compiler.PlanOptions(pins=pins, **given)
+
+
+def _kept(options: Namespace) -> tuple[tuple[str, str], ...]:
+    """The decisions of a plan to keep, those pinned aside; says which are left to the search."""
+    from autopar.search.keep import kept_pins
+
+    kept = kept_pins(read_sound(options.keep), options.free)
+    pinned = {key for key, _ in options.pin}
+    if left := [key for key in kept.left if key not in pinned]:
+        names = ", ".join(left)
+        print(f"autopar: {options.keep}: left to the search: {names}", file=sys.stderr)
+    return (*options.pin, *(each for each in kept.pins if each[0] not in pinned))
 
 
 def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]:
@@ -344,7 +359,7 @@ def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]
             f"--plan {options.plan} with {', '.join(given)}: a plan has these decided; leave them "
             "out, or leave out --plan to make a new plan"
         )
-    found = _read(options.plan)
+    found = read_sound(options.plan)
     training = found.training
     request = compiler.PlanOptions(
         global_batch=training.global_batch,
@@ -354,7 +369,14 @@ def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]
     return _source(options.model, found), request, found
 
 
-def _check_file(path: str) -> None:
+def write_found(options: Namespace, found: Plan) -> None:
+    """Write a plan where asked, and say so."""
+    if options.output:
+        write_plan(found, options.output)
+        print(f"autopar: wrote {options.output}", file=sys.stderr)
+
+
+def check_file(path: str) -> None:
     """Raise InputError where a file cannot be written there, before work is spent on it."""
     target = Path(path)
     if target.is_dir():

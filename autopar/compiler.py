@@ -25,6 +25,7 @@ from autopar.ir.blocks import BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.precision import PRECISIONS, Precision
+from autopar.pinning import with_pins_of
 from autopar.plan.check import check_plan
 from autopar.plan.fingerprint import check_cluster, check_model
 from autopar.plan.plan import Plan
@@ -130,6 +131,7 @@ def plan_model(
     _checked(options, where)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
+    options = replace(options, pins=with_pins_of(model, options.pins))
     return plan_captured(captured, where, options, name=name, progress=progress)
 
 
@@ -206,7 +208,9 @@ def capture_source(
     _checked(options, cluster)
     progress("capturing the model", None)
     captured = capture(model, batch, loss_fn=loss_fn)
-    return captured, replace(options, global_batch=options.global_batch or source.default_batch)
+    batch_size = options.global_batch or source.default_batch
+    pins = with_pins_of(model, options.pins)
+    return captured, replace(options, global_batch=batch_size, pins=pins)
 
 
 def _checked(options: PlanOptions, cluster: Cluster) -> tuple[Pins, Precision]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from autopar.commands import cluster_of, planning_options, print_result
+from autopar.commands import (
+    check_file,
+    cluster_of,
+    planning_options,
+    print_result,
+    read_sound,
+    write_found,
+)
 from autopar.costs.clusters import resized
 from autopar.progress import progress
 
@@ -38,3 +45,23 @@ def fit(options: Namespace) -> int:
         result = find(options.size, source, cluster_of(options, report), request, report)
     print_result(options, result.as_dict(), result.text)
     return _DONE if result.best else _NO
+
+
+def what_if(options: Namespace) -> int:
+    """Make a plan again with changes."""
+    from autopar.questions.what_if import what_if as ask
+
+    if options.output:
+        check_file(options.output)
+    found = read_sound(options.plan)
+    with progress() as report:
+        result = ask(
+            found,
+            options.changes,
+            report,
+            model=options.model,
+            time_limit_s=options.time_limit,
+        )
+    print_result(options, result.as_dict() | {"output": options.output}, result.text)
+    write_found(options, result.after)
+    return _DONE

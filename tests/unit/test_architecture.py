@@ -49,7 +49,7 @@ are the edge: they call the stages."""
 
 EDGE = {
     *("__init__", "__main__", "api", "cli", "commands"),
-    *("compiler", "devices", "jobs", "local", "profiling", "questions"),
+    *("compiler", "devices", "jobs", "local", "pinning", "profiling", "questions"),
 }
 TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - {"__init__", "__main__", "cli", "commands"}
 TORCH_FILES = {
