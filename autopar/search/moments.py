@@ -238,11 +238,13 @@ def _backward(
     """The gradients are there already. What was `returned` for the outputs of the last block stays
     to the end. In the `last` backward weights at level 3 have their gradients reduced at once."""
     behind, reduced, peak = _behind(runs, returned), 0, 0
+    left = 0  # by the blocks behind, for the weight part
     for k in reversed(range(len(runs))):
         peaks = runs[k].option.again.peaks
         own = _joining(runs[k], peaks.split_bytes if split else peaks.backward_bytes)
         own += _gathered_back(runs, k) + behind[k] + _sent_alone(runs[k]) * last
-        peak = max(peak, before[k] + own - reduced)
+        peak = max(peak, before[k] + own - reduced + left)
+        left += runs[k].option.cost.deferred_bytes * split
         alone = [w for w in runs[k].weights if w.level == 3]
         reduced += sum(w.entry.nbytes - w.kept_bytes for w in alone) * last * (not split)
     return peak
