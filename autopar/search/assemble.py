@@ -140,7 +140,16 @@ def _held(
     """What every stage holds at the peak of its rank, by the plan's own action lists."""
     grid, of_stage = staged.grid, range(len(stages))
     pipe = grid.pipe
-    moments = peak_moments(pipe.build(), memory)
+    plain = [  # what is saved at most, whenever gradients come
+        StageMemory.alike(
+            static_bytes=0.0,
+            saved_bytes=stage.saved_bytes,
+            deferred_bytes=stage.deferred_bytes,
+            working_bytes=stage.backward_bytes - stage.saved_bytes,
+        )
+        for stage in memory
+    ]
+    moments = peak_moments(pipe.build(), plain)
     found = []
     for index in of_stage:
         moment = moments[pipe.placement[index]]
