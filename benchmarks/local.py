@@ -175,6 +175,27 @@ def memory_bytes(planned: Planned) -> float:
     )
 
 
+def prepare(
+    name: str, cluster: Cluster, database: str, budget_s: float | None
+) -> tuple[Captured, PlanOptions]:
+    """A model, captured, and options with the measured times of all that its plans can need."""
+    spec, options = f"{Path(__file__).resolve()}:{name}", PlanOptions(price_pins=False)
+    report = profiling.profile_model(
+        spec,
+        None,
+        cluster,
+        options,
+        output=database,
+        limits=profiling.limits_for(cluster, budget_s=budget_s),
+        links=True,
+        progress=lambda what, done: None,
+    )
+    print(f"{name}: {report.text}", file=sys.stderr)
+    profile = profile_for(read_profiles(database), cluster, database)
+    model, batch, loss_fn = build_meta(load_source(spec), options)
+    return capture(model, batch, loss_fn=loss_fn), replace(options, profile=profile)
+
+
 def plans(
     name: str, captured: Captured, cluster: Cluster, options: PlanOptions, most: int
 ) -> Iterator[tuple[str, Planned]]:
@@ -200,7 +221,7 @@ def runs(name: str, found: Sequence[tuple[str, Planned]], rounds: int, steps: in
     fastest_s, most_bytes = [inf] * len(found), [0.0] * len(found)
     with tempfile.TemporaryDirectory() as folder, WorkerPool(size) as pool:
         jobs = [
-            _job(name, planned, Path(folder) / str(i), steps)
+            job_of(name, planned, Path(folder) / str(i), steps)
             for i, (_, planned) in enumerate(found)
         ]
         for turn in range(rounds):
@@ -221,7 +242,8 @@ def runs(name: str, found: Sequence[tuple[str, Planned]], rounds: int, steps: in
         )
 
 
-def _job(name: str, planned: Planned, folder: Path, steps: int) -> Job:
+def job_of(name: str, planned: Planned, folder: Path, steps: int) -> Job:
+    """What ranks run a plan of a model as; its program is written to the folder."""
     write_program(planned, folder)
     return Job(
         source=f"{Path(__file__).resolve()}:{name}",
@@ -307,23 +329,7 @@ def main() -> None:
     given = parser.parse_args()
     cluster, found = measured_cluster(given.cluster), list[Run]()
     for name in given.models:
-        spec = f"{Path(__file__).resolve()}:{name}"
-        options = PlanOptions(price_pins=False)
-        report = profiling.profile_model(
-            spec,
-            None,
-            cluster,
-            options,
-            output=given.database,
-            limits=profiling.limits_for(cluster, budget_s=given.budget),
-            links=True,
-            progress=lambda what, done: None,
-        )
-        print(f"{name}: {report.text}", file=sys.stderr)
-        profile = profile_for(read_profiles(given.database), cluster, given.database)
-        model, batch, loss_fn = build_meta(load_source(spec), options)
-        captured = capture(model, batch, loss_fn=loss_fn)
-        options = replace(options, profile=profile)
+        captured, options = prepare(name, cluster, given.database, given.budget)
         planned = list(plans(name, captured, cluster, options, given.most))
         found += runs(name, planned, given.rounds, given.steps)
     result = summary(found)

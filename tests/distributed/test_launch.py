@@ -1,6 +1,8 @@
 """Starting and ending processes; who is blamed when one fails."""
 
 import os
+import platform
+import resource
 import signal
 import time
 from pathlib import Path
@@ -105,3 +107,20 @@ def test_groups_of_a_call_end_with_it(pool4, close):
     during = pool4.run(make_groups, close)
     assert all(count > start for count, start in zip(during, before, strict=True))
     assert pool4.run(gloo_threads) == before == [1] * 4
+
+
+def faults_of_steps():
+    """Page faults while large tensors come and go, after a first time."""
+    counts = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for size in (2**24, 2**22, 2**23):
+            torch.ones(size)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return counts
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+def test_workers_keep_the_memory_that_tensors_leave(pool2):
+    for _, *later in pool2.run(faults_of_steps):
+        assert max(later) < 1000  # of 28672 pages of 4 KiB
