@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from math import inf, sqrt
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -167,6 +168,14 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / spread if spread else 1.0
 
 
+def deciles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The value that a tenth, half and nine tenths of them are below."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    found = quantiles(values, n=10, method="inclusive")
+    return found[0], found[4], found[8]
+
+
 def memory_bytes(planned: Planned) -> float:
     """The predicted peak of tensors of the fullest rank."""
     return max(
@@ -274,7 +283,9 @@ def summary(found: Sequence[Run]) -> dict[str, Any]:
             name: kendall_tau([(r.predicted_s, r.measured_s) for r in found if r.model == name])
             for name in models
         },
+        "step_ratio_deciles": deciles([predicted / measured for predicted, measured in steps]),
         "chosen_over_best": regret,
+        "memory_error_deciles": deciles(memory),
         "memory_error_most": max(memory),
         "memory_error_least": min(memory),
         "memory_within": sum(-BELOW <= error <= CLOSE for error in memory) / len(memory),
@@ -308,6 +319,8 @@ def text(found: Sequence[Run], figures: Mapping[str, Any]) -> str:
             "",
             f"Kendall's tau of step times over {figures['plans']} plans: {figures['tau']:.3f} "
             f"(bar {TAU}); {by_model}",
+            "predicted over measured step time, of a tenth, half and nine tenths of the plans below: "
+            + ", ".join(f"{ratio:.2f}" for ratio in figures["step_ratio_deciles"]),
             f"chosen plan against the best measured: {chosen} (bar {CLOSE:+.0%})",
             f"peak memory predicted against measured: {least:+.1%} to {largest:+.1%} (bars "
             f"{-BELOW:+.0%} to {CLOSE:+.0%}), {figures['memory_within']:.0%} of plans within",
