@@ -319,7 +319,7 @@ def text(found: Sequence[Run], figures: Mapping[str, Any]) -> str:
             "",
             f"Kendall's tau of step times over {figures['plans']} plans: {figures['tau']:.3f} "
             f"(bar {TAU}); {by_model}",
-            "predicted over measured step time, of a tenth, half and nine tenths of the plans below: "
+            "predicted over measured step time: a tenth, half, nine tenths of the plans are below "
             + ", ".join(f"{ratio:.2f}" for ratio in figures["step_ratio_deciles"]),
             f"chosen plan against the best measured: {chosen} (bar {CLOSE:+.0%})",
             f"peak memory predicted against measured: {least:+.1%} to {largest:+.1%} (bars "
