@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,14 +52,9 @@ TERMS = {
 ONCE = frozenset(("sums of gradients", "optimizer"))
 
 
-@dataclass
-class Spent:
-    """Seconds of one part of a step on one rank, together; `core_s` is what its thread had a core
-    for."""
-
-    count: int = 0
-    passed_s: float = 0.0
-    core_s: float = 0.0
+Spent = tuple[int, float, float]
+"""How often one part of a step ran on one rank, and the seconds together: those that passed, and
+those that its thread had a core for."""
 
 
 class Watch(ExitStack):
@@ -85,14 +80,13 @@ class Watch(ExitStack):
     def _counted(self, run: Callable[..., Any], key: Callable[..., str]) -> Callable[..., Any]:
         @functools.wraps(run)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            spent = self.spent.setdefault(key(*args, **kwargs), Spent())
-            passed_s, core_s = time.perf_counter(), time.thread_time()
+            part, passed_s, core_s = key(*args, **kwargs), time.perf_counter(), time.thread_time()
             try:
                 return run(*args, **kwargs)
             finally:
-                spent.count += 1
-                spent.passed_s += time.perf_counter() - passed_s
-                spent.core_s += time.thread_time() - core_s
+                now = (1, time.perf_counter() - passed_s, time.thread_time() - core_s)
+                before = self.spent.get(part, (0, 0.0, 0.0))
+                self.spent[part] = (before[0] + now[0], before[1] + now[1], before[2] + now[2])
 
         return counted
 
@@ -141,12 +135,12 @@ def rows(
     slowdown = planned.plan.cluster.slowdown
     for rank, (step_s, core_s, parts) in enumerate(measured):
         expected = predicted_s(planned, rank)
-        for part, spent in sorted(parts.items()):
+        for part, (count, passed_s, thread_s) in sorted(parts.items()):
             seconds = expected.get(part)
             ahead = "" if seconds is None else f"{1e3 * seconds:.1f}"
             alone = "" if seconds is None else f"{1e3 * seconds / slowdown:.1f}"
-            figures = (ahead, f"{1e3 * spent.passed_s:.1f}", alone, f"{1e3 * spent.core_s:.1f}")
-            yield (str(rank), part.lower().replace("_", " "), str(spent.count), *figures)
+            figures = (ahead, f"{1e3 * passed_s:.1f}", alone, f"{1e3 * thread_s:.1f}")
+            yield (str(rank), part.lower().replace("_", " "), str(count), *figures)
         whole = f"{1e3 * planned.plan.prediction.step_s:.1f}"
         yield (str(rank), "step", "1", whole, f"{1e3 * step_s:.1f}", "", f"{1e3 * core_s:.1f}")
 
@@ -175,7 +169,10 @@ def main() -> None:
             {
                 "step_s": step_s,
                 "core_s": core_s,
-                "parts": {part: asdict(spent) for part, spent in parts.items()},
+                "parts": {
+                    part: dict(zip(("runs", "passed_s", "core_s"), spent, strict=True))
+                    for part, spent in parts.items()
+                },
                 "predicted_s": dict(predicted_s(planned, rank)),
             }
             for rank, (step_s, core_s, parts) in enumerate(measured)
