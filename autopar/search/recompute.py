@@ -147,7 +147,7 @@ class RecomputeProblem:
         return self._way(frozenset(chosen))
 
     def _dear(self) -> float:
-        """A price at which the smallest saving is worth all the time there is."""
+        """A price at which half the smallest value is worth all the time there is."""
         sizes = [self._storages.nbytes(s) for s in self._maker]
         smallest = min((n for n in (*sizes, *self._extras) if n > 0), default=1.0)
         return 2 * max(sum(self._time_s), 1e-12) / smallest

@@ -231,8 +231,12 @@ def check_multi_head(p):
         assert both.layout("attention.in_proj_weight") == packed
         assert both.layout("attention.in_proj_bias") == packed
         assert both.layout("attention.out_proj.weight") in ("S(0)", "S(1)")
-    both = train_beside(partial(models.EncoderLayers, p), models.padded_batch(), TP2)
-    for layer in ("post", "pre"):
-        assert both.layout(f"{layer}.self_attn.in_proj_weight") == packed
-        assert both.layout(f"{layer}.self_attn.out_proj.weight") == "S(1)"
-        assert both.layout(f"{layer}.linear1.weight") == "S(0)"
+    wanted = {"self_attn.in_proj_weight": packed, "self_attn.out_proj.weight": "S(1)"}
+    weights = {
+        f"{layer}.{name}": placement
+        for layer in ("post", "pre")
+        for name, placement in (wanted | {"linear1.weight": "S(0)"}).items()
+    }
+    pins = TP2 | {f"weight:{name}": placement for name, placement in weights.items()}
+    both = train_beside(partial(models.EncoderLayers, p), models.padded_batch(), pins)
+    assert {name: both.layout(name) for name in weights} == weights

@@ -84,7 +84,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 def message(err):
     """The error, without the lines of progress before it."""
-    steps = ("building", "capturing", "finding", "bounding", "searching", "measuring", "proving")
+    steps = ["building", "capturing", "finding", "bounding", "searching", "looking"]
+    steps += ["measuring", "proving"]
     lines = [line for line in err.splitlines() if not line.startswith(tuple(_steps(steps)))]
     assert lines and lines[0].startswith("autopar: ")
     assert sum(line.startswith("autopar: ") for line in lines) == 1
@@ -108,12 +109,14 @@ REFUSED = {
         NO,
         r"no plan for small fits local:2 \(global batch 8, fp32, adamw\)",
         r"stage 0 needs [\d.]+ KiB of [\d.]+ KiB, \d+ bytes too much: weights [\d.]+ KiB",
-        r"what would help: about \d+ such devices or more",
+        r"cannot hold together: 2 devices, [\d.]+ KiB a device",
+        r"one of these would make it fit: [\d.]+ KiB more on every device; \d+ devices",
     ),
     "too small and pinned": (
         plan("models.py:small", "local:2", "--memory-limit", "0.00001", "--pin", "data=2"),
         NO,
-        r"pinned: data=2 \(try without\)",
+        r"no plan for small fits local:2 \(global batch 8, fp32, adamw, data=2\)",
+        r"cannot hold together: 2 devices, [\d.]+ KiB a device",  # the pin is not to blame
     ),
     "heads": (
         plan("models.py:heads", "local:3", "--pin", "tensor=3"),
