@@ -22,18 +22,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from local import MODELS, job_of, prepare
+from local import MODELS, job_of, loaded, prepare
 
 from autopar.compiler import Planned, plan_captured
 from autopar.devices import measured_cluster
-from autopar.jobs import Job, build, optimizer_class
+from autopar.jobs import Job
 from autopar.plan.pipeline import rank_groups
 from autopar.plan.table import grid_text
 from autopar.plan.text import columns
 from autopar.runtime.channels import Channels
 from autopar.runtime.executor import Run
 from autopar.runtime.launch import WorkerPool
-from autopar.runtime.load import load_program
 from autopar.runtime.parallel import ParallelModel
 from autopar.runtime.sync import GradientSync
 
@@ -94,13 +93,7 @@ class Watch(ExitStack):
 def watch_job(job: Job) -> tuple[float, float, dict[str, Spent]]:
     """Seconds and seconds on cores, threads of collectives included, of the fastest of the job's
     steps on this rank, and its parts."""
-    model, batch, _ = build(job)
-    parallel = ParallelModel(
-        load_program(job.folder),
-        model,
-        optimizer=(optimizer_class(job.optimizer), dict(job.optimizer_kwargs)),
-        constants=job.constants,
-    )
+    parallel, batch = loaded(job)
     parallel.train_step(batch)
     found = []
     for _ in range(job.steps):

@@ -103,18 +103,33 @@ class Run:
     measured_bytes: float
 
 
-def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
-    """Seconds of the fastest step, and bytes at the peak of one more if it `weighs`, on this
-    rank."""
+def loaded(job: Job) -> tuple[ParallelModel, Any]:
+    """The program of a job on this rank, and a batch."""
     model, batch, _ = build(job)
-    cls = optimizer_class(job.optimizer)
     parallel = ParallelModel(
         load_program(job.folder),
         model,
-        optimizer=(cls, dict(job.optimizer_kwargs)),
+        optimizer=(optimizer_class(job.optimizer), dict(job.optimizer_kwargs)),
         constants=job.constants,
     )
-    del model
+    return parallel, batch
+
+
+def peak_bytes(parallel: ParallelModel, batch: Any) -> float:
+    """Bytes at the peak of a step on this rank, not its first: optimizers make their state in
+    that."""
+    gc.collect()
+    with PeakBytes() as peak:
+        parallel.train_step(batch)
+    held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
+    held.pop("gradients")  # made inside the step
+    return float(sum(held.values()) + peak.peak_bytes)
+
+
+def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
+    """Seconds of the fastest step, and bytes at the peak of one more if it `weighs`, on this
+    rank."""
+    parallel, batch = loaded(job)
     seconds = []
     for _ in range(1 + job.steps):
         dist.barrier()
@@ -122,16 +137,9 @@ def measure_job(job: Job, weighs: bool) -> tuple[float, float]:
         parallel.train_step(batch)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    held_bytes = 0
-    if weighs:
-        gc.collect()
-        with PeakBytes() as peak:
-            parallel.train_step(batch)
-        held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
-        held.pop("gradients")  # made inside the step
-        held_bytes = sum(held.values()) + peak.peak_bytes
+    held_bytes = peak_bytes(parallel, batch) if weighs else 0.0
     parallel.world.close()
-    return min(seconds[1:]), float(held_bytes)
+    return min(seconds[1:]), held_bytes
 
 
 def pin_sets(devices: int) -> Iterator[Pins]:
@@ -251,7 +259,7 @@ def runs(name: str, found: Sequence[tuple[str, Planned]], rounds: int, steps: in
         )
 
 
-def job_of(name: str, planned: Planned, folder: Path, steps: int) -> Job:
+def job_of(name: str, planned: Planned, folder: Path, steps: int = 1) -> Job:
     """What ranks run a plan of a model as; its program is written to the folder."""
     write_program(planned, folder)
     return Job(

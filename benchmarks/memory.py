@@ -9,7 +9,6 @@ not depend on how long it takes.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -18,19 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from local import BELOW, CLOSE, MODELS, memory_bytes, plans
+from local import BELOW, CLOSE, MODELS, job_of, loaded, memory_bytes, peak_bytes, plans
 
 from autopar.capture import capture
-from autopar.compiler import Planned, PlanOptions, build_meta, load_source, write_program
+from autopar.compiler import Planned, PlanOptions, build_meta, load_source
 from autopar.costs.clusters import parse_cluster
 from autopar.ir.cluster import Cluster
-from autopar.jobs import Job, build, optimizer_class
+from autopar.jobs import Job
 from autopar.plan.table import grid_text
 from autopar.plan.text import columns
 from autopar.runtime.launch import WorkerPool
-from autopar.runtime.load import load_program
-from autopar.runtime.measure import PeakBytes, state_bytes
-from autopar.runtime.parallel import ParallelModel
 
 SOURCE = Path(__file__).with_name("local.py").resolve()
 
@@ -54,36 +50,17 @@ class Row:
 def peak_job(job: Job) -> float:
     """Bytes at the peak of the second step on this rank: optimizers make their state in the
     first."""
-    model, batch, _ = build(job)
-    parallel = ParallelModel(
-        load_program(job.folder),
-        model,
-        optimizer=(optimizer_class(job.optimizer), dict(job.optimizer_kwargs)),
-        constants=job.constants,
-    )
-    del model
+    parallel, batch = loaded(job)
     parallel.train_step(batch)
-    gc.collect()
-    with PeakBytes() as peak:
-        parallel.train_step(batch)
-    held = state_bytes(parallel.store, parallel.engine.sync, parallel.optimizer)
-    held.pop("gradients")  # made inside the step
+    held_bytes = peak_bytes(parallel, batch)
     parallel.world.close()
-    return float(sum(held.values()) + peak.peak_bytes)
+    return held_bytes
 
 
 def measured(planned: Planned, name: str, pool: WorkerPool) -> float:
     """Bytes at the peak of the fullest rank."""
     with tempfile.TemporaryDirectory() as folder:
-        write_program(planned, Path(folder) / "program")
-        job = Job(
-            source=f"{SOURCE}:{name}",
-            seq_len=None,
-            folder=str(Path(folder) / "program"),
-            dtype="float32",
-            samples=planned.plan.training.global_batch,
-            constants=planned.captured.constants,
-        )
+        job = job_of(name, planned, Path(folder) / "program")
         return max(pool.run(peak_job, job))
 
 

@@ -89,7 +89,7 @@ def _from_text(text: str) -> Cluster:
     links = _usual_links(groups)
     for override in overrides:
         links = _override(links, override.strip(), text)
-    return _named(Cluster(groups=groups, links=links))
+    return named(Cluster(groups=groups, links=links))
 
 
 def _parse_group(part: str, text: str) -> DeviceGroup:
@@ -188,7 +188,7 @@ def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None
         inner = tuple(link for link in cluster.links if link.span < total)
         outer = next((link for link in cluster.links if link.span >= total), cluster.links[-1])
         links = (*(link for link in inner if link != outer), replace(outer, span=total))
-    return _named(Cluster(groups=groups, links=links))
+    return named(Cluster(groups=groups, links=links))
 
 
 def priced(cluster: Cluster, prices: Mapping[str, float]) -> Cluster:
@@ -237,7 +237,8 @@ def _doubled(most: int) -> list[int]:
     return sorted({*(2**k for k in range(most.bit_length())), most})
 
 
-def _named(cluster: Cluster) -> Cluster:
+def named(cluster: Cluster) -> Cluster:
+    """The cluster with the spec that describes it."""
     return replace(cluster, spec=cluster_text(cluster))
 
 
@@ -269,7 +270,7 @@ def _from_file(path: Path) -> Cluster:
         _check_spans(links, sum(group.num_devices for group in groups), where)
     else:
         links = _usual_links(groups)
-    return _named(Cluster(groups=groups, links=links))
+    return named(Cluster(groups=groups, links=links))
 
 
 def _file_group(item: object, where: str) -> DeviceGroup:

@@ -27,11 +27,10 @@ class Execution:
     or to experts, gathered on the other side. `host_s`: seconds of the host to start a kernel,
     where it may not keep ahead of the device. `step_bytes` are moved per parameter in passes of
     their own before the optimizer's. `attention` is how fast its fused attention is next to the
-    device's best. `whole_outside`: modules by name outside which tensor ranks
-    all run ops whole, if any.
-    `flat`: weights at ZeRO level 3 are gathered, and their gradients summed, in buckets.
-    `live_parameters` of a stage stay whole from one pass to the next at ZeRO level
-    3, those that are needed first.
+    device's best. `whole_outside`: modules by name outside which tensor ranks all run ops whole, if
+    any. `flat`: weights at ZeRO level 3 are gathered, and their gradients summed, in buckets.
+    `live_parameters` of a stage stay whole from one pass to the next at ZeRO level 3, those that
+    are needed first.
     """
 
     early_sync: frozenset[int] = EARLY_LEVELS

@@ -147,7 +147,7 @@ class ParameterPlan:
     stored: Layout = ()
 
 
-RESERVED = ("context", "communicators", "fragmentation", "reserve")
+RESERVED = ("context", "communicators", "fragmentation")
 """Memory terms that are no tensors of the program."""
 
 NOT_AT_ONCE = "not_at_once"

@@ -23,9 +23,12 @@ def hourly_price(cluster: Cluster) -> float | None:
     return total
 
 
-def sample_price(plan: Plan) -> float | None:
+def step_price(cluster: Cluster, step_s: float, samples: int) -> float | None:
     """What a sample costs: the whole cluster for a step, over the samples of the step."""
-    hourly = hourly_price(plan.cluster)
-    if hourly is None:
-        return None
-    return hourly * plan.prediction.step_s / _HOUR_S / plan.training.global_batch
+    hourly = hourly_price(cluster)
+    return None if hourly is None else hourly * step_s / _HOUR_S / samples
+
+
+def sample_price(plan: Plan) -> float | None:
+    """What a sample of a plan costs, as predicted."""
+    return step_price(plan.cluster, plan.prediction.step_s, plan.training.global_batch)

@@ -16,8 +16,9 @@ from autopar.errors import InfeasiblePlan, InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.text import amount
 from autopar.search.grid import Grid
-from autopar.search.least import Least, least_excess_bytes
+from autopar.search.least import Least, least_devices, least_excess_bytes
 from autopar.search.planner import Planner
+from autopar.search.setting import Setting
 from autopar.sources import ModelSource, load_source, zoo_sizes
 
 SIZES = ("devices", "micro-batch", "sequence", "layers")
@@ -136,7 +137,7 @@ class _Question:
         captured, options = capture_source(self.source, cluster, self.options, self.progress)
         per_node = cluster.groups[0].devices_per_node
         counts = [d for d in range(1, per_node) if per_node % d == 0]
-        least = _least_devices(self._planner(captured, cluster, options))
+        least = _least_devices(self._planner(captured, cluster, options).setting)
         first = max(1, least // per_node)
         sizes = [resized(cluster, nodes=1, devices_per_node=d) for d in counts]
         sizes += [resized(cluster, nodes=n) for n in range(1, first + _FARTHEST)]
@@ -254,17 +255,16 @@ def _tried(size: int, what: str, least: Least) -> Tried:
     )
 
 
-def _least_devices(planner: Planner) -> int:
+def _least_devices(setting: Setting) -> int:
     """Devices that hold the state of all parameters between them; fewer cannot."""
-    setting = planner.setting
-    device = setting.cluster.device(0)
-    room = setting.memory_bytes(0) - reserve_bytes(device)
-    if room <= 0:
+    least = least_devices(setting)
+    if least is None:
+        device = setting.cluster.device(0)
         raise InfeasiblePlan(
             f"{device.name}: {amount(setting.memory_bytes(0))} of memory is less than the reserve "
             f"of {amount(reserve_bytes(device))} that every process needs"
         )
-    return max(1, ceil(sum(setting.whole_state) / room))
+    return least
 
 
 def _by_ones(step: int) -> int:

@@ -107,12 +107,13 @@ def sweep(
     sizes = []
     for cluster in clusters:
         grown = batch * cluster.num_devices // clusters[0].num_devices if weak else batch
-        asked = replace(options, global_batch=max(grown, 1))
+        grown = max(grown, 1)
+        asked = replace(options, global_batch=grown)
         plan, why_not = None, ""
         try:
             planned = plan_captured(captured, cluster, asked, name=source.name, progress=progress)
             plan = planned.plan
         except InfeasiblePlan as error:
             why_not = str(error)
-        sizes.append(Size(cluster=cluster, global_batch=max(grown, 1), plan=plan, why_not=why_not))
+        sizes.append(Size(cluster=cluster, global_batch=grown, plan=plan, why_not=why_not))
     return Sweep(model=source.name, sizes=tuple(sizes))

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from autopar.compiler import PlanOptions, Progress, load_source, plan_source
-from autopar.costs.clusters import cluster_text, parse_cluster, resized
+from autopar.costs.clusters import named, parse_cluster, resized
 from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.diff import diff_plans
@@ -145,8 +145,7 @@ def _with_links(cluster: Cluster, names: Sequence[str], key: str, value: str) ->
         else link
         for link in cluster.links
     )
-    changed = replace(cluster, links=links)
-    return replace(changed, spec=cluster_text(changed))
+    return named(replace(cluster, links=links))
 
 
 def _memory(asked: Request, value: str) -> Request:

@@ -30,10 +30,8 @@ class Reduction:
         if bucket.scatter:
             axis = self._mesh.along(bucket.scatter)
             self._cuts = [cut_of(entry) for entry in entries]
-            rows, counts = (
-                flat.rows(grads, self._cuts, axis.size),
-                flat.counts(self._cuts, axis.size),
-            )
+            rows = flat.rows(grads, self._cuts, axis.size)
+            counts = flat.counts(self._cuts, axis.size)
             grads.clear()
             with self._recorder.during("sync"):
                 self._scattered = primitives.start_reduce_rows(rows, counts, axis)

@@ -33,6 +33,25 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peak)
 
 
+def held_at_peak(schedule: Schedule, saved_bytes: Sequence[float]) -> tuple[int, ...]:
+    """Per stage, the micro-batches that it holds at the moment its rank holds the most bytes; a
+    forward of stage s saves `saved_bytes[s]`, all of it up to the end of the backward."""
+    at_peak = [0] * schedule.num_stages
+    for row in finite(schedule).ranks:
+        now: dict[int, int] = {}
+        peak = -1.0
+        for action in row:
+            if action.kind not in _CHANGE:
+                continue
+            now[action.stage] = now.get(action.stage, 0) + _CHANGE[action.kind]
+            held = sum(count * saved_bytes[stage] for stage, count in now.items())
+            if held > peak:
+                peak = held
+                for stage, count in now.items():
+                    at_peak[stage] = count
+    return tuple(at_peak)
+
+
 def peak_weighted(
     schedule: Schedule, saved_bytes: Sequence[int], deferred_bytes: Sequence[int] | None = None
 ) -> tuple[int, ...]:

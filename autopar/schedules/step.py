@@ -2,11 +2,10 @@
 
 Steps follow each other. All ranks meet where the loss is summed over all of them, which is after
 their gradients are summed, those of parameters on several ranks between these too, and before their
-optimizers step. From one such meeting to the next a
-rank steps its optimizer, gathers the weights that it updated a share of, runs its action list, and
-sums its gradients; the ranks that come late into a pipeline update while it fills. A schedule that
-never drains has no meeting: every backward is followed by its sum and update, and the step is that
-of the steady state.
+optimizers step. From one such meeting to the next a rank steps its optimizer, gathers the weights
+that it updated a share of, runs its action list, and sums its gradients; the ranks that come late
+into a pipeline update while it fills. A schedule that never drains has no meeting: every backward
+is followed by its sum and update, and the step is that of the steady state.
 """
 
 from __future__ import annotations

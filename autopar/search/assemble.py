@@ -33,7 +33,14 @@ from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.recompute import Again
 from autopar.search.setting import Setting
-from autopar.search.stages import Staged, boundary_s, message_bytes, stage_ranks
+from autopar.search.stages import (
+    Staged,
+    boundary_s,
+    chosen_options,
+    message_bytes,
+    stage_blocks,
+    stage_ranks,
+)
 from autopar.search.state import PREFETCHED, held_bytes
 from autopar.search.step_times import stage_seconds, tied_seconds
 
@@ -133,13 +140,13 @@ def apart(schedule: Schedule, memory: Sequence[StageMemory], terms: Sequence[Ter
 
 
 def _held(
-    staged: Staged,
+    grid: Grid,
+    schedule: Schedule,
     stages: Sequence[tuple[list[Block], list[ClassOption]]],
     memory: Sequence[StageMemory],
 ) -> list[StageHeld]:
     """What every stage holds at the peak of its rank, by the plan's own action lists."""
-    grid, of_stage = staged.grid, range(len(stages))
-    pipe = grid.pipe
+    pipe, of_stage = grid.pipe, range(len(stages))
     plain = [  # what is saved at most, whenever gradients come
         StageMemory.alike(
             static_bytes=0.0,
@@ -149,7 +156,7 @@ def _held(
         )
         for stage in memory
     ]
-    moments = peak_moments(pipe.build(), plain)
+    moments = peak_moments(schedule, plain)
     found = []
     for index in of_stage:
         moment = moments[pipe.placement[index]]
@@ -175,10 +182,7 @@ def variants(
 ) -> tuple[tuple[Variant, ...], list[ClassOption], list[str]]:
     """The distinct sources that the blocks run; the option of every block, and its variant."""
     chain = pricer.setting.chain
-    chosen = [
-        staged.options[block.class_index][index]
-        for block, index in zip(chain.blocks, staged.solution.options, strict=True)
-    ]
+    chosen = chosen_options(chain, staged.options, staged.solution)
     found: dict[tuple[int, object], Variant] = {}
     names = []
     for block, option in zip(chain.blocks, chosen, strict=True):
@@ -227,13 +231,10 @@ def stage_plans(
     """All stages of the plan. Their collectives are listed later, from the same decisions."""
     found, chosen, names = variants(pricer, staged)
     grid, chain = staged.grid, pricer.setting.chain
-    own = [
-        ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
-        for blocks in staged.problem.stages(staged.solution.cuts)
-    ]
+    own = stage_blocks(chain, chosen, staged.problem, staged.solution)
     schedule = grid.pipe.build()
     memory = stage_memories(pricer, grid, own)
-    held, most = _held(staged, own, memory), peak_in_flight(schedule)
+    held, most = _held(grid, schedule, own, memory), peak_in_flight(schedule)
     terms = apart(
         schedule,
         memory,

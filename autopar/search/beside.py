@@ -9,19 +9,12 @@ from autopar.costs.traffic import op_traffic
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import OpNode
 from autopar.ir.mesh import TENSOR
-from autopar.ir.placement import Shard
-from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import BlockFlow
 from autopar.plan.plan import NodeChoice
 from autopar.search.grid import Grid
 
 if TYPE_CHECKING:
     from autopar.search.pricer import Pricer
-
-
-def shards(strategy: AxisStrategy) -> bool:
-    """Whether a strategy splits a value."""
-    return any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
 
 
 def is_beside(axis: str, op: CollectiveOp | None) -> bool:

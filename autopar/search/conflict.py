@@ -14,13 +14,12 @@ from functools import partial
 from math import ceil
 
 from autopar.costs.clusters import resized
-from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.text import amount
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.infeasible import explain_infeasible
-from autopar.search.least import Least, least_excess_bytes
+from autopar.search.least import Least, least_devices, least_excess_bytes
 from autopar.search.pins import parse_pins
 from autopar.search.planner import Planner, Progress
 from autopar.search.setting import Setting
@@ -151,12 +150,10 @@ def _devices_needed(setting: Setting, progress: Progress) -> Cluster | None:
     """The fewest nodes like the cluster's on which a plan fits, where that is not many."""
     if len(setting.cluster.groups) > 1:
         return None
-    group = setting.cluster.groups[0]
-    room = setting.memory_bytes(0) - reserve_bytes(group.device)
-    if room <= 0:
+    group, least = setting.cluster.groups[0], least_devices(setting)
+    if least is None:
         return None
-    state = ceil(sum(setting.whole_state) / room)
-    first = max(group.nodes + 1, ceil(state / group.devices_per_node))
+    first = max(group.nodes + 1, ceil(least / group.devices_per_node))
     for nodes in range(first, first + _SIZES):
         cluster = resized(setting.cluster, nodes=nodes)
         if _fits(replace(setting, cluster=cluster), progress):

@@ -43,8 +43,8 @@ def explain_infeasible(pricer: Pricer, unfit: Sequence[Staged], total: int | Non
     missed = [staged for staged in unfit if staged.solution.conflict]
     if not missed:
         return (
-            f"{head} that could be found in {setting.time_limit_s:g} s: {len(unfit) - len(missed)} "
-            f"of {len(unfit)} grids were not solved; give more time"
+            f"{head} that could be found in {setting.time_limit_s:g} s: {len(unfit)} of "
+            f"{len(unfit)} grids were not solved; give more time"
         )
     closest = min(missed, key=lambda staged: sum(short for _, short in staged.solution.conflict))
     grid = closest.grid

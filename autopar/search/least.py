@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
+from autopar.costs.memory import reserve_bytes
 from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.options import ClassOption
 from autopar.search.pipelines import held_together
 from autopar.search.planner import PATIENCE, Planner
+from autopar.search.setting import Setting
 from autopar.search.stages import solve_stages
 from solvers.partition import PartitionProblem
 from solvers.partition_least import least_excess
@@ -49,6 +51,13 @@ def least_excess_bytes(planner: Planner) -> Least:
     Raises InputError where the pins leave no grid.
     """
     return _least(planner, capacity=True)
+
+
+def least_devices(setting: Setting) -> int | None:
+    """Devices like the first that hold the state of all parameters between them: fewer cannot. None
+    where what a device keeps for itself fills it."""
+    room = setting.memory_bytes(0) - reserve_bytes(setting.cluster.device(0))
+    return max(1, ceil(sum(setting.whole_state) / room)) if room > 0 else None
 
 
 def least_peak_bytes(planner: Planner) -> Least:

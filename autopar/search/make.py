@@ -87,7 +87,7 @@ def _plan(planner: Planner, found: Found) -> Plan:
         stages=stages,
         collectives=(),
         prediction=prediction,
-        certificate=_certificate(planner, found, prediction.step_s),
+        certificate=_certificate(planner, found, prediction),
         notes=(
             *_schedule_notes(grid),
             *_notes(setting, planner),
@@ -155,14 +155,14 @@ def _costs(staged: Staged) -> list[BlockCost]:
     return [staged.options[kind][option].cost for kind, option in chosen]
 
 
-def _certificate(planner: Planner, found: Found, step_s: float) -> Certificate:
+def _certificate(planner: Planner, found: Found, prediction: Prediction) -> Certificate:
     """The search proves its gap in the closed form that it ranks by.
 
     Where events take less than the closed form says, all of it is stated in the same proportion
     lower, so that neither objective nor bound is above the step that is reported.
     """
     setting, ranked_s = planner.setting, found.best.solution.objective
-    scale = min(1.0, step_s / ranked_s) if ranked_s else 1.0
+    scale = min(1.0, prediction.step_s / ranked_s) if ranked_s else 1.0
     objective = scale * ranked_s
     bound = min(scale * found.bound_s, objective)
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
@@ -184,7 +184,7 @@ def _certificate(planner: Planner, found: Found, step_s: float) -> Certificate:
         solved=solved,
         pruned=found.total - solved - found.unsolved,
         space=space_text(setting),
-        runners_up=runners_up(found, setting.top, partial(_predicted, planner), scale),
+        runners_up=runners_up(found, prediction, setting.top, partial(_predicted, planner), scale),
     )
 
 

@@ -14,7 +14,7 @@ from autopar.costs.clusters import parts
 from autopar.errors import InfeasiblePlan, InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.plan.price import hourly_price, price_text, sample_price
+from autopar.plan.price import price_text, sample_price, step_price
 from autopar.plan.text import amount, percent
 from autopar.search.conflict import closest_miss, conflict_lines, find_conflict
 from autopar.search.grids import grids
@@ -25,7 +25,6 @@ from autopar.search.pins import settle_pins
 from autopar.search.planner import Planner, Progress
 from autopar.search.setting import Setting
 
-_HOUR_S = 3600.0
 _MILLION = 1e6
 
 
@@ -119,11 +118,14 @@ def _least_price(setting: Setting, progress: Progress) -> float:
     except InputError:  # pins that this part of the cluster has no grid for
         return inf
     step_s = min(planner.bounds.computed(grid) for grid in offered)
-    return step_s / _HOUR_S * (hourly_price(setting.cluster) or inf) / setting.global_batch
+    return _known(step_price(setting.cluster, step_s, setting.global_batch))
 
 
 def _price(plan: Plan) -> float:
-    price = sample_price(plan)
+    return _known(sample_price(plan))
+
+
+def _known(price: float | None) -> float:
     return inf if price is None else price
 
 

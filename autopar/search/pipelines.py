@@ -6,13 +6,12 @@ Everything is read off the schedule itself, so that a new one needs no formula h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.schedules.action import ActionKind, Schedule
 from autopar.schedules.arrivals import most_under_way
-from autopar.schedules.endless import finite
-from autopar.schedules.in_flight import peak_in_flight
+from autopar.schedules.in_flight import held_at_peak, peak_in_flight
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES, build_schedule
 from autopar.schedules.sharing import share_cores
@@ -101,15 +100,6 @@ def messages_under_way(pipeline: Pipeline) -> tuple[int, ...]:
     return most_under_way(pipeline.short().build())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Micro-batches that every stage holds at the moment its rank holds the most bytes: between
-    forward and backward, and, with a split backward, between its input and its weight part."""
-
-    saved: tuple[int, ...]
-    deferred: tuple[int, ...]
-
-
 @functools.lru_cache(maxsize=4096)
 def _peaks(pipeline: Pipeline) -> tuple[int, ...]:
     return peak_in_flight(pipeline.build())
@@ -117,7 +107,7 @@ def _peaks(pipeline: Pipeline) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _held_alike(pipeline: Pipeline) -> tuple[int, ...]:
-    return held_at_peak(pipeline.build(), (1,) * pipeline.num_stages).saved
+    return held_at_peak(pipeline.build(), (1,) * pipeline.num_stages)
 
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
@@ -140,47 +130,6 @@ def _read_off(count: Callable[[Pipeline], tuple[int, ...]], pipeline: Pipeline) 
     if short == pipeline or max(held) < short.micro_batches:
         return held
     return count(pipeline)
-
-
-def held_at_peak(
-    schedule: Schedule, saved: Sequence[float], deferred: Sequence[float] | None = None
-) -> Held:
-    """What every stage holds at its rank's peak.
-
-    A forward of stage s leaves `saved[s]` bytes. A backward frees them; where it is split, its
-    input part leaves `deferred[s]` of them (by default all) for the weight part.
-    """
-    left = saved if deferred is None else deferred
-    at_peak = ([0] * schedule.num_stages, [0] * schedule.num_stages)
-    for row in finite(schedule).ranks:
-        now: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        held = peak = -1.0
-        for action in row:
-            change = _CHANGES.get(action.kind)
-            if change is None:
-                continue
-            for counts, step in zip(now, change, strict=True):
-                counts[action.stage] = counts.get(action.stage, 0) + step
-            held = sum(n * saved[s] for s, n in now[0].items())
-            held += sum(n * left[s] for s, n in now[1].items())
-            if held > peak:
-                peak = held
-                for found, counts in zip(at_peak, now, strict=True):
-                    for stage, count in counts.items():
-                        found[stage] = count
-    if deferred is None:
-        both = tuple(map(sum, zip(*at_peak, strict=True)))
-        return Held(saved=both, deferred=(0,) * schedule.num_stages)
-    return Held(saved=tuple(at_peak[0]), deferred=tuple(at_peak[1]))
-
-
-_CHANGES: dict[ActionKind, tuple[int, int]] = {
-    _K.FORWARD: (1, 0),
-    _K.BACKWARD: (-1, 0),
-    _K.BACKWARD_INPUT: (-1, 1),
-    _K.BACKWARD_WEIGHT: (0, -1),
-}
-"""What an action changes: micro-batches saved, and those whose weight gradients are left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

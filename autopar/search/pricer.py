@@ -28,8 +28,8 @@ from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
 from autopar.rules.context import ATTENTION, attention_kind, whole_keys
 from autopar.rules.index_expr import LOCAL
-from autopar.search.beside import host_floor_s, is_beside, shards
-from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space
+from autopar.search.beside import host_floor_s, is_beside
+from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space, is_split
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
 from autopar.search.paths import Paths
@@ -127,7 +127,7 @@ class Pricer:
         if axis.splits_samples:
             return self._honour_expert_pin(axis, found)
         if axis.name == TENSOR and self._runs_whole(node):
-            return tuple(s for s in found if not shards(s)) or found
+            return tuple(s for s in found if not is_split(s)) or found
         degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
         if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
             return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found

@@ -22,18 +22,18 @@ Predict = Callable[[Staged], Prediction]
 
 
 def runners_up(
-    found: Found, top: int | None, predict: Predict, scale: float = 1.0
+    found: Found, best: Prediction, top: int | None, predict: Predict, scale: float = 1.0
 ) -> tuple[Candidate, ...]:
-    """The next `top` techniques, each by its best grid, in the order of their step times.
+    """The next `top` techniques after the `best`, each by its best grid, in the order of their step
+    times.
 
     A grid that differs in its micro-batch alone is no other technique. One that does not fit stands
     where its bound would place it, if that is before the last of those that fit. Times are stated
     times `scale`, as the certificate states those of the best.
     """
     count = SHOWN if top is None else top
-    best = found.best
     solved = _of_techniques(found.solved, lambda staged: staged.solution.objective)
-    solved.pop(best.grid.technique, None)
+    solved.pop(found.best.grid.technique, None)
     missed = [staged for staged in found.unfit if staged.solution.status is Status.INFEASIBLE]
     unfit = _of_techniques(missed, _least_s)
     known = {staged.grid.technique for staged in found.solved}
@@ -45,11 +45,10 @@ def runners_up(
         if technique not in known and (len(last_s) < count or time_s < last_s[-1])
     ]
     ranked.sort(key=lambda item: item[:2])
-    chosen = predict(best)
     return tuple(
         _too_large(staged, scale * time_s)
         if lacks
-        else _slower(staged, best, predict(staged), chosen, scale)
+        else _slower(staged, found.best, predict(staged), best, scale)
         for time_s, lacks, staged in ranked[:count]
     )
 

@@ -9,6 +9,7 @@ from math import inf
 from autopar.costs.collectives import axis_collective_time_s
 from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
+from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import TENSOR
@@ -16,6 +17,7 @@ from autopar.ir.placement import Shard
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import peak_bytes
+from autopar.schedules.in_flight import held_at_peak
 from autopar.schedules.lower import insert_communication
 from autopar.search.grid import Grid
 from autopar.search.moments import boundary_bytes, stage_memories
@@ -24,7 +26,6 @@ from autopar.search.pins import within
 from autopar.search.pipelines import (
     HIDES_MESSAGES,
     Weights,
-    held_at_peak,
     held_together,
     in_flight,
     messages_under_way,
@@ -211,6 +212,31 @@ def solve_stages(
     return Staged(grid=grid, options=options, problem=problem, solution=solution)
 
 
+def chosen_options(
+    chain: BlockChain,
+    options: Mapping[int, tuple[ClassOption, ...]],
+    solution: PartitionSolution,
+) -> list[ClassOption]:
+    """The option of every block."""
+    return [
+        options[block.class_index][o]
+        for block, o in zip(chain.blocks, solution.options, strict=True)
+    ]
+
+
+def stage_blocks(
+    chain: BlockChain,
+    chosen: Sequence[ClassOption],
+    problem: PartitionProblem,
+    solution: PartitionSolution,
+) -> list[tuple[list[Block], list[ClassOption]]]:
+    """The blocks of every stage, and of all that are `chosen` their options."""
+    return [
+        ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
+        for blocks in problem.stages(solution.cuts)
+    ]
+
+
 def _heavier(
     pricer: Pricer,
     grid: Grid,
@@ -231,15 +257,8 @@ def _heavier(
     if not tight:
         return None
     chain = pricer.setting.chain
-    chosen = [
-        options[block.class_index][o]
-        for block, o in zip(chain.blocks, solution.options, strict=True)
-    ]
-    own = [
-        ([chain.blocks[b] for b in blocks], [chosen[b] for b in blocks])
-        for blocks in problem.stages(solution.cuts)
-    ]
-    memory = stage_memories(pricer, grid, own)
+    chosen = chosen_options(chain, options, solution)
+    memory = stage_memories(pricer, grid, stage_blocks(chain, chosen, problem, solution))
     schedule = insert_communication(grid.pipe.short().build())
     known, fixed = arrivals(schedule), list(problem.stage_fixed_bytes)
     for on_rank in tight:
@@ -304,7 +323,7 @@ def _fuller(
     ]
     stages = problem.stages(solution.cuts)
     saved = [sum(chosen[b].saved_bytes for b in stage) for stage in stages]
-    held = held_at_peak(grid.pipe.short().build(), saved).saved
+    held = held_at_peak(grid.pipe.short().build(), saved)
     lacking = False
     for on_rank in problem.rank_stages():
         more = sum((held[k] - problem.in_flight[k]) * saved[k] for k in on_rank)

@@ -49,10 +49,10 @@ Bag = tuple[tuple[object, float], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTerms:
     """What a block runs: in a forward, in a backward, again in a backward, of the first two what
-    goes beside the products; what gathers its
-    weights for either, and reduces gradients every time; once a step to sum gradients, `early`
-    beside the last backward. Bytes moved to add up gradients in a backward, and to step the
-    optimizer. `cold` is `ClassOption.cold`, 1 where nothing overlaps."""
+    goes beside the products; what gathers its weights for either, and reduces gradients every time;
+    once a step to sum gradients, `early` beside the last backward. Bytes moved to add up gradients
+    in a backward, and to step the optimizer. `cold` is that of `ClassOption`, 1 where nothing
+    overlaps."""
 
     forward: Bag
     backward: Bag

@@ -6,13 +6,12 @@ from itertools import permutations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from autopar.capture import capture
 from autopar.compiler import PlanOptions, plan_captured, planning_setting
 from autopar.errors import InfeasiblePlan
 from autopar.search.conflict import find_conflict
+from model_zoo.mlp import MLP
 
 BATCH, HIDDEN, LAYERS = 64, 64, 4
 STATE = LAYERS * HIDDEN * (HIDDEN + 1) * 16
@@ -22,23 +21,10 @@ def quiet(what, done):
     pass
 
 
-class Stack(nn.Module):
-    """Linear layers with GELU, and a mean squared error."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
-
-    def forward(self, x, y):
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return ((x - y) ** 2).mean()
-
-
 @pytest.fixture(scope="module")
 def captured():
     with torch.device("meta"):
-        return capture(Stack(LAYERS), {k: torch.empty(BATCH, HIDDEN) for k in ("x", "y")})
+        return capture(MLP(LAYERS, HIDDEN), {k: torch.empty(BATCH, HIDDEN) for k in ("x", "y")})
 
 
 def asked(limit, pins=(), **options):

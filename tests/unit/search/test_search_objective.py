@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from autopar.capture import capture
-from autopar.compiler import PlanOptions, plan_captured
+from autopar.compiler import PlanOptions, plan_captured, planning_setting
 from autopar.costs.clusters import parse_cluster, parts, priced
 from autopar.errors import InfeasiblePlan, InputError
 from autopar.plan.price import hourly_price, sample_price
@@ -18,40 +16,27 @@ from autopar.plan.table import plan_summary, plan_table
 from autopar.search.grids import grids
 from autopar.search.least import least_excess_bytes, least_peak_bytes
 from autopar.search.planner import Planner
+from model_zoo.mlp import MLP
 
 BATCH, HIDDEN = 64, 64
 GPU = "2x2:h100-sxm"
 
 
-class Stack(nn.Module):
-    """Linear layers with GELU, and a mean squared error."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
-
-    def forward(self, x, y):
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return ((x - y) ** 2).mean()
+@pytest.fixture(scope="module")
+def captured():
+    with torch.device("meta"):
+        return capture(MLP(4, HIDDEN), {k: torch.empty(BATCH, HIDDEN) for k in ("x", "y")})
 
 
 @pytest.fixture(scope="module")
-def plan():
-    """Plan a small stack, captured once."""
-    with torch.device("meta"):
-        captured = capture(Stack(4), {k: torch.empty(BATCH, HIDDEN) for k in ("x", "y")})
+def plan(captured):
     return lambda cluster="local:2", **options: (
         plan_captured(captured, cluster, PlanOptions(**options)).plan
     )
 
 
 @pytest.fixture(scope="module")
-def planner():
-    from autopar.compiler import planning_setting
-
-    with torch.device("meta"):
-        captured = capture(Stack(4), {k: torch.empty(BATCH, HIDDEN) for k in ("x", "y")})
+def planner(captured):
     return lambda **options: Planner(
         setting=planning_setting(captured, "local:2", PlanOptions(**options))
     )

@@ -4,33 +4,19 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from autopar.capture import capture
 from autopar.compiler import PlanOptions, plan_captured
+from model_zoo.mlp import MLP
 
 BATCH = 512
-
-
-class Stack(nn.Module):
-    """Linear layers with GELU, and a mean squared error."""
-
-    def __init__(self, layers, hidden):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
-
-    def forward(self, x, y):
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return ((x - y) ** 2).mean()
 
 
 @pytest.fixture(scope="module")
 def plan():
     """Plan a small stack, captured once."""
     with torch.device("meta"):
-        captured = capture(Stack(8, 256), {k: torch.empty(BATCH, 256) for k in ("x", "y")})
+        captured = capture(MLP(8, 256), {k: torch.empty(BATCH, 256) for k in ("x", "y")})
     return lambda cluster="local:4", **options: (
         plan_captured(captured, cluster, PlanOptions(**options)).plan
     )

@@ -19,7 +19,12 @@ from autopar.plan.check import check_plan
 from autopar.plan.pipeline import plan_schedule, rank_groups, ranks_peak_bytes
 from autopar.plan.split import split_products
 from autopar.plan.table import plan_table
-from autopar.schedules.in_flight import peak_in_flight, peak_weighted, weight_versions
+from autopar.schedules.in_flight import (
+    held_at_peak,
+    peak_in_flight,
+    peak_weighted,
+    weight_versions,
+)
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.simulate import simulate
@@ -32,7 +37,6 @@ from autopar.search.pipelines import (
     Weights,
     equal_step,
     has_closed_form,
-    held_at_peak,
     held_together,
     in_flight,
     least_step,
@@ -120,7 +124,7 @@ def test_what_is_held_is_read_off_the_schedule(pipeline):
     schedule = pipeline.build()
     assert in_flight(pipeline) == peak_in_flight(schedule)
     saved = [7 * (stage % 3) + 1 for stage in range(pipeline.num_stages)]
-    held = held_at_peak(schedule, saved).saved
+    held = held_at_peak(schedule, saved)
     by_rank = [0] * pipeline.ranks
     for stage, rank in enumerate(pipeline.placement):
         by_rank[rank] += held[stage] * saved[stage]
@@ -171,7 +175,7 @@ def test_a_split_backward_defers_what_the_products_need():
         time_s, held = dict(stage.time_s), dict(stage.memory_bytes)
         assert 0 < time_s["backward_weight"] < time_s["backward"]
         due, rest = divmod(held["weight_gradients_due"], layers * layer_bytes)
-        assert rest == 0 and due + held_at_peak(schedule, saved).saved[stage.index] >= 1
+        assert rest == 0 and due + held_at_peak(schedule, saved)[stage.index] >= 1
     assert any(dict(stage.memory_bytes)["weight_gradients_due"] for stage in plan.stages)
 
 
