@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import gcd, inf
 from typing import NamedTuple
 
 from autopar.costs.saved import SavedSet
@@ -147,9 +147,10 @@ class RecomputeProblem:
         return self._way(frozenset(chosen))
 
     def _dear(self) -> float:
-        """A price at which half the smallest value is worth all the time there is."""
-        sizes = [self._storages.nbytes(s) for s in self._maker]
-        smallest = min((n for n in (*sizes, *self._extras) if n > 0), default=1.0)
+        """A price at which the smallest saving is worth all the time there is: a saving is a sum
+        and difference of sizes, so that their common divisor is none larger."""
+        sizes = map(self._storages.nbytes, {*self._maker, *self._readers()})
+        smallest = gcd(*sizes, *map(round, self._extras)) or 1
         return 2 * max(sum(self._time_s), 1e-12) / smallest
 
     def _readers(self) -> dict[Storage, set[int]]:

@@ -115,10 +115,7 @@ def test_ways_are_supported_trade_offs_from_keeping_all_to_keeping_the_least(blo
     ways = problem_of(block).ways()
     assert ways[0].kind is Recompute.NONE and ways[0].time_s == 0
     outcomes = [outcome(block, subset) for subset in subsets(len(block.reads))]
-    sizes = [*block.extras.values(), *(block.sizes[i] for i in range(len(block.reads)))]
-    smallest = min(filter(None, sizes), default=1)
-    least = min(size for _, size in outcomes)
-    assert least <= min(way.kept_bytes for way in ways) <= least + smallest / 2
+    assert min(way.kept_bytes for way in ways) == min(size for _, size in outcomes)
     for way in ways[:-1]:  # the last makes everything again, which need not pay
         assert (
             not any(time_s < way.time_s and size <= way.kept_bytes for time_s, size in outcomes)
