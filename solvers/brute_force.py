@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.choice_problem import ChoiceProblem
+from solvers.layers_problem import LayersProblem
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -85,3 +88,26 @@ def _best_options(
     total = problem.sum_weight * np.sum(times, axis=0) + np.max(rank_syncs, axis=0)
     total = total + problem.bottleneck_weight * np.max(tops, axis=0)
     return float(np.where(fits, total, np.inf).min())
+
+
+def best_layers(problem: LayersProblem) -> float:
+    """The least objective of a problem of equal layers; inf if infeasible."""
+    counts = _multisets(problem.num_layers, problem.num_stages, len(problem.time_s))
+    used = (counts * np.array(problem.option_bytes)).sum(axis=2)
+    free = np.array(problem.free_bytes)
+    fits = (used <= free + CAPACITY_TOLERANCE * np.abs(free)) & (counts.sum(axis=2) > 0)
+    times = counts @ np.array(problem.time_s) + np.array(problem.end_s)
+    tail = counts @ np.array(problem.synced_s) - times.cumsum(axis=1)
+    total = times.sum(axis=1) + (problem.num_micro_batches - 1) * times.max(axis=1)
+    total += np.maximum(tail.max(axis=1), 0.0)
+    return float(np.where(fits.all(axis=1), total, np.inf).min())
+
+
+@functools.cache
+def _multisets(layers: int, stages: int, options: int) -> NDArray[np.float64]:
+    """Every way to give so many equal layers a stage and an option: [way, stage, option]."""
+    places = stages * options
+    if math.comb(layers + places - 1, layers) > _MAX_CASES:
+        raise ValueError(f"too many ways to deal out layers; limit {_MAX_CASES}")
+    chosen = np.array(list(itertools.combinations_with_replacement(range(places), layers)))
+    return (chosen[:, :, None] == np.arange(places)).sum(axis=1).reshape(-1, stages, options) * 1.0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from solvers.choice_problem import Array, Capacity, ChoiceProblem, Edge
+from solvers.layers_problem import LayersProblem
 from solvers.partition_problem import BlockOption, PartitionProblem
 
 
@@ -123,4 +124,36 @@ def random_shared_problem(seed: int) -> PartitionProblem:
         sum_weight=float(rng.choice([0.25, 0.5, 1.0])),
         max_weight=float(rng.choice([0.0, 1.5, 7.0])),
         boundary_in_max=bool(rng.random() < 0.5),
+    )
+
+
+def random_layers_problem(seed: int) -> LayersProblem:
+    """Up to 6 layers of up to 4 options on up to 3 stages, ties (small integers) or any numbers;
+    syncs that are short, long, or free, stages that end late, bytes from too few to plenty."""
+    rng = np.random.default_rng(seed)
+    stages, options = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    layers = int(rng.integers(1, 7 if stages * options <= 8 else 5))
+    whole = rng.random() < 0.5
+
+    def values(most: float, *shape: int) -> Array:
+        if whole:
+            return rng.integers(0, int(most) + 1, shape).astype(float)
+        return rng.random(shape) * most
+
+    times = values(6, options)
+    sync = values(float(rng.choice([1, 4, 30])), options) * (rng.random() < 0.7)
+    used = values(9, 1, options) * rng.choice([1.0, 1.5], (stages, options))
+    if rng.random() < 0.5:
+        used = values(9, stages, options)
+    per_stage = layers / stages
+    least, most = per_stage * used.min(axis=1), per_stage * used.max(axis=1)
+    free = least + (most - least) * rng.uniform(-0.1, 1.2, stages) + values(3, stages)
+    return LayersProblem(
+        num_layers=layers,
+        num_micro_batches=int(rng.choice([1, 2, 3, 8, 64])),
+        time_s=tuple(times.tolist()),
+        synced_s=tuple((times + sync).tolist()),
+        end_s=tuple((values(4, stages) * (rng.random(stages) < 0.6)).tolist()),
+        option_bytes=tuple(map(tuple, used.tolist())),
+        free_bytes=tuple((np.floor(free) if whole else free).tolist()),
     )
