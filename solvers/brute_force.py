@@ -50,7 +50,14 @@ def best_partition(problem: PartitionProblem) -> float:
                 for block, kind in enumerate(problem.blocks)
             ]
         )
-        for name in ("time_s", "static_bytes", "saved_bytes", "sync_s", "transient_bytes")
+        for name in (
+            "time_s",
+            "static_bytes",
+            "saved_bytes",
+            "sync_s",
+            "transient_bytes",
+            "device",
+        )
     }
     cut_sets = (
         [problem.fixed_cuts]
@@ -68,9 +75,15 @@ def _best_options(
     if min(len(stage) for stage in stages) < problem.min_blocks:
         return math.inf
     times, tops, syncs, kept, transient = [], [], [], [], []
+    alike = np.ones(value["time_s"].shape[1], dtype=bool)
     for k, stage in enumerate(stages):
         held = slice(stage.start, stage.stop)
-        boundary = sum(problem.boundary_s[c - 1] for c in cuts if c in (stage.start, stage.stop))
+        boundary = sum(
+            problem.hop_scale[hop] * problem.boundary_s[c - 1]
+            for hop, c in enumerate(cuts)
+            if c in (stage.start, stage.stop)
+        )
+        alike &= (value["device"][held] == problem.stage_device[k]).all(axis=0)
         work = problem.time_scale[k] * value["time_s"][held].sum(axis=0)
         times.append(work + boundary)
         tops.append(work + boundary if problem.boundary_in_max else work)
@@ -78,7 +91,7 @@ def _best_options(
         used = problem.stage_fixed_bytes[k] + value["static_bytes"][held].sum(axis=0)
         kept.append(used + problem.in_flight[k] * value["saved_bytes"][held].sum(axis=0))
         transient.append(value["transient_bytes"][held].max(axis=0))
-    fits, rank_syncs = np.ones(value["time_s"].shape[1], dtype=bool), []
+    fits, rank_syncs = alike, []
     for on_rank in problem.rank_stages():
         used = np.sum([kept[k] for k in on_rank], axis=0)
         used = used + np.max([transient[k] for k in on_rank], axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from itertools import accumulate
@@ -24,7 +25,7 @@ def lower_bound(problem: PartitionProblem) -> float:
     what perfectly balanced stages take. Whole blocks in their order cannot be balanced so well:
     max T is also what the best cuts of the blocks at their least times leave.
     """
-    problem = problem.scaled()
+    problem = _on_any_device(problem.scaled())
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
     stages = problem.num_stages
     ranks = problem.rank_stages()
@@ -47,6 +48,37 @@ def lower_bound(problem: PartitionProblem) -> float:
     sync = max(float(counts @ least_sync) / len(ranks), longest_sync)
     bound = total + problem.bottleneck_weight * bottleneck + sync
     return bound * (1 - _ROUNDING)
+
+
+def _on_any_device(problem: PartitionProblem) -> PartitionProblem:
+    """A relaxation with options that any stage may use: what a kind of device takes longer for
+    every class than the fastest for it is in the stage's scale, and no longer in its options."""
+    if len(set(problem.stage_device)) == 1:
+        return problem
+    present = [problem.classes[kind] for kind in sorted(set(problem.blocks))]
+    slower = {}
+    for device in sorted(set(problem.stage_device)):
+        ratios = []
+        for options in present:
+            fastest = min(o.time_s for o in options)
+            own = min(o.time_s for o in options if o.device == device)
+            ratios.append(own / fastest if fastest else 1.0)
+        slower[device] = min(ratios)
+    classes = tuple(
+        tuple(
+            dataclasses.replace(o, time_s=o.time_s / slower[o.device], device=0)
+            for o in options
+            if o.device in slower
+        )
+        for options in problem.classes
+    )
+    scales = zip(problem.time_scale, problem.stage_device, strict=True)
+    return dataclasses.replace(
+        problem,
+        classes=tuple(new or old for new, old in zip(classes, problem.classes, strict=True)),
+        time_scale=tuple(scale * slower[device] for scale, device in scales),
+        stage_device=(),
+    )
 
 
 def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> float:
@@ -106,5 +138,9 @@ def _reach(sums: list[float], limit: float, stages: int) -> int:
 def least_cuts(problem: PartitionProblem) -> float:
     """What the cuts add to the sum of stage times at least: each counts for both its stages."""
     if problem.fixed_cuts is not None:
-        return 2.0 * math.fsum(problem.boundary_s[cut - 1] for cut in problem.fixed_cuts)
-    return 2.0 * math.fsum(sorted(problem.boundary_s)[: problem.num_stages - 1])
+        cuts = [problem.boundary_s[cut - 1] for cut in problem.fixed_cuts]
+        hops = list(problem.hop_scale)
+    else:
+        cuts = sorted(problem.boundary_s)[: problem.num_stages - 1]
+        hops = sorted(problem.hop_scale, reverse=True)
+    return 2.0 * math.fsum(cost * scale for cost, scale in zip(cuts, hops, strict=True))

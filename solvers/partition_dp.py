@@ -28,28 +28,31 @@ _SLACK = 1e-12
 class ArcCosts:
     """Time and sync of arcs, per kind of stage: arrays [ways, composition]; inf = no such way.
 
-    `run[start, end]` is the composition of an arc, `boundary_s[start, end]` the cost of its cuts
-    and `allowed` says, per kind, which arcs there are.
+    `run[start, end]` is the composition of an arc; per kind, `boundary_s[start, end]` is the cost
+    of its cuts and `allowed` says which arcs there are.
     """
 
     time: list[Array]
     sync: list[Array]
     run: NDArray[np.intp]
-    boundary_s: Array
+    boundary_s: list[Array]
     allowed: list[NDArray[np.bool_]]
     boundary_in_max: bool = True
 
     def least_time(self, sync_limit: float = math.inf) -> list[Array]:
         """Per kind, the least time [start, end] of the ways within a sync limit."""
         least = []
-        for time_s, sync_s, allowed in zip(self.time, self.sync, self.allowed, strict=True):
+        each = zip(self.time, self.sync, self.allowed, self.boundary_s, strict=True)
+        for time_s, sync_s, allowed, boundary_s in each:
             of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run]
-            least.append(np.where(allowed, of_run + self.boundary_s, np.inf))
+            least.append(np.where(allowed, of_run + boundary_s, np.inf))
         return least
 
     def tops(self, costs: Sequence[Array]) -> list[Array]:
         """What times count towards the bottleneck: without their cuts where these are hidden."""
-        return list(costs) if self.boundary_in_max else [c - self.boundary_s for c in costs]
+        if self.boundary_in_max:
+            return list(costs)
+        return [c - cuts for c, cuts in zip(costs, self.boundary_s, strict=True)]
 
     def least_sync(self) -> list[Array]:
         """Per kind, the least sync [start, end] of any way."""

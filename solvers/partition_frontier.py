@@ -23,6 +23,11 @@ class ClassTable:
         self.saved = np.array([o.saved_bytes for o in options])
         self.sync = np.array([o.sync_s for o in options])
         self.transient = np.array([o.transient_bytes for o in options])
+        self.device = np.array([o.device for o in options])
+
+    def allowed(self, device: int, threshold: float) -> NDArray[np.bool_]:
+        """The options for a kind of device whose transient bytes are at most `threshold`."""
+        return np.asarray((self.device == device) & (self.transient <= threshold))
 
     def used(self, in_flight: int) -> Array:
         """Bytes held by each option for the whole step."""
@@ -69,6 +74,7 @@ def extend(
     block_class: int,
     table: ClassTable,
     *,
+    device: int,
     in_flight: int,
     threshold: float,
     largest: float,
@@ -76,11 +82,11 @@ def extend(
 ) -> Frontier:
     """The frontier with one block more, of what fits into `largest` bytes.
 
-    Options whose transient bytes exceed `threshold` are left out. A second more costs at least
-    `weight`, and a second of sync at most 1, so a way is beaten by one that needs no more time, no
-    more memory and no more of weight * time + sync.
+    Options of other devices and those whose transient bytes exceed `threshold` are left out. A
+    second more costs at least `weight`, and a second of sync at most 1, so a way is beaten by one
+    that needs no more time, no more memory and no more of weight * time + sync.
     """
-    allowed = np.flatnonzero(table.transient <= threshold)
+    allowed = np.flatnonzero(table.allowed(device, threshold))
     points = np.repeat(np.arange(len(frontier.time)), len(allowed))
     choices = np.tile(allowed, len(frontier.time))
     used = frontier.used[points] + table.used(in_flight)[choices]

@@ -87,7 +87,7 @@ def _add_arcs(
     variables = []
     for stage, kind in enumerate(search.kind_of_stage):
         for start, end in np.argwhere(kept[stage]):
-            cuts = arcs.boundary_s[start, end]
+            cuts = arcs.boundary_s[kind][start, end]
             prices = arcs.time[kind][:, arcs.run[start, end]] + cuts
             for way in np.flatnonzero(np.isfinite(prices)):
                 name = f"x_{stage}_{start}_{end}_{way}"

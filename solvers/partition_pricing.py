@@ -39,11 +39,14 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKind:
-    """What makes stages alike: micro-batches in flight, bytes free for blocks, slowness."""
+    """What makes stages alike: micro-batches in flight, bytes free for blocks, slowness, kind of
+    device, and how dear the cuts at both their ends are."""
 
     in_flight: int
     free_bytes: float
     scale: float
+    device: int = 0
+    hops: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,26 +72,32 @@ class Pricer:
         self._counts = self.compositions.astype(float)
         self.weight = _time_weight(problem)
         self.thresholds = sorted({float(t) for c in self.classes for t in c.transient})
-        self._frontiers: dict[tuple[int, float, tuple[int, ...]], Frontier | None] = {}
+        self._frontiers: dict[tuple[int, int, float, tuple[int, ...]], Frontier | None] = {}
         self._prices: dict[tuple[int, int], tuple[Price, ...]] = {}
         self._largest = {
             f: max(k.free_bytes for k in self.kinds if k.in_flight == f)
             for f in {k.in_flight for k in self.kinds}
         }
 
+    def boundary_s(self, problem: PartitionProblem) -> list[Array]:
+        """Per kind of stage, what the cuts at both ends of a run [start, end) cost it."""
+        cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
+        return [k.hops[0] * cut[:, None] + k.hops[1] * cut[None, :] for k in self.kinds]
+
     def least_bytes(self, kind: int) -> Array:
         """The least bytes (static, saved, transient) each composition can run in."""
-        in_flight = self.kinds[kind].in_flight
+        stage = self.kinds[kind]
+        used = [c.used(stage.in_flight)[:, None] for c in self.classes]
         needs = [
-            self._total([c.used(in_flight)[:, None] for c in self.classes], threshold)[:, 0]
-            + threshold
+            self._total(used, stage.device, threshold)[:, 0] + threshold
             for threshold in self.thresholds
         ]
         return np.min(needs, axis=0)
 
-    def least_sync(self) -> Array:
-        """A lower bound on the sync time of each composition."""
-        return self._total([c.sync[:, None] for c in self.classes], np.inf)[:, 0]
+    def least_sync(self, kind: int) -> Array:
+        """A lower bound on the sync time of each composition on a kind of stage."""
+        syncs = [c.sync[:, None] for c in self.classes]
+        return self._total(syncs, self.kinds[kind].device, np.inf)[:, 0]
 
     def lower_time(self, kind: int) -> Array:
         """A lower bound on the time of each composition; inf where, exactly, none fits.
@@ -103,19 +112,20 @@ class Pricer:
         best = np.full(len(self.compositions), np.inf)
         for step in np.array_split(self.thresholds, min(_MAX_STEPS, len(self.thresholds))):
             priced = multipliers * (stage.free_bytes - step[0])
-            total = self._total(values, step[-1])
+            total = self._total(values, stage.device, step[-1])
             magnitude = np.where(np.isinf(total), 0.0, total) + np.abs(priced)
             bound = (total - priced - _ROUNDING * magnitude).max(axis=1)
             best = np.minimum(best, np.maximum(bound, 0.0))
         fits = self.least_bytes(kind) <= stage.free_bytes
         return np.where(fits, best * stage.scale, np.inf)
 
-    def _total(self, values: list[Array], threshold: float) -> Array:
-        """Per composition, the sum of each block's least value with transient <= threshold.
+    def _total(self, values: list[Array], device: int, threshold: float) -> Array:
+        """Per composition, the sum of each block's least value on a device with transient <=
+        threshold.
 
         `values` holds a row per option and a column per case; so does the result.
         """
-        allowed = [table.transient <= threshold for table in self.classes]
+        allowed = [table.allowed(device, threshold) for table in self.classes]
         missing = np.array([not some.any() for some in allowed])
         least = [
             np.zeros(value.shape[1]) if none else value[some].min(axis=0)
@@ -130,7 +140,8 @@ class Pricer:
         values = {0.0}
         for table in self.classes:
             used = table.used(in_flight)
-            for i, j in np.argwhere((used[:, None] > used) & (table.time[:, None] < table.time)):
+            trades = (used[:, None] > used) & (table.time[:, None] < table.time)
+            for i, j in np.argwhere(trades & (table.device[:, None] == table.device)):
                 values.add(float((table.time[j] - table.time[i]) / (used[i] - used[j])))
         ordered = sorted(values)
         step = -(-len(ordered) // _MAX_MULTIPLIERS)
@@ -145,10 +156,10 @@ class Pricer:
         return self._prices[key]
 
     def _price(self, stage: StageKind, counts: tuple[int, ...]) -> tuple[Price, ...]:
-        thresholds = self._own_thresholds(counts)
+        thresholds = self._own_thresholds(counts, stage.device)
         found: list[Price] = []
         for threshold in thresholds if len(thresholds) <= _MAX_STEPS else ():
-            frontier = self._frontier(stage.in_flight, threshold, counts)
+            frontier = self._frontier(stage, threshold, counts)
             if frontier is None:
                 break
             found += _fitting(frontier, stage, threshold)
@@ -170,9 +181,10 @@ class Pricer:
         fastest = self._pack(stage, present, thresholds, sync_share=0.0)
         if fastest is None:
             return ()
-        least_sync = sum(n * float(t.sync.min()) for t, n in tables)
+        syncs = [(t.sync[t.device == stage.device], n) for t, n in tables]
+        least_sync = sum(n * float(sync.min()) for sync, n in syncs)
         prices, bounds = [fastest[0]], (fastest[1], least_sync)
-        if any(t.sync.min() < t.sync.max() for t, _ in tables):
+        if any(sync.min() < sync.max() for sync, _ in syncs):
             share = 1.0 / self.weight if self.weight else 0.0
             both = self._pack(stage, present, thresholds, sync_share=share)
             if both is not None and share:
@@ -224,7 +236,7 @@ class Pricer:
         groups = []
         for index, count in present:
             table = self.classes[index]
-            some = table.transient <= threshold
+            some = table.allowed(stage.device, threshold)
             cost = (table.time + sync_share * table.sync)[some]
             groups.append(Group(count=count, cost=cost, used=table.used(stage.in_flight)[some]))
         return groups
@@ -242,7 +254,9 @@ class Pricer:
         multiplier, _ = best_multiplier(last, stage.free_bytes - thresholds[-1])
         least, lower = np.zeros(len(limits)), -multiplier * (stage.free_bytes - limits)
         for (index, count), group in zip(present, last, strict=True):
-            allowed = self.classes[index].transient <= limits[:, None]
+            table = self.classes[index]
+            own = table.transient[table.allowed(stage.device, thresholds[-1])]
+            allowed = own <= limits[:, None]
             value = group.cost + multiplier * group.used
             least += count * np.where(allowed, group.used, np.inf).min(axis=1)
             lower += count * np.where(allowed, value, np.inf).min(axis=1)
@@ -259,7 +273,9 @@ class Pricer:
         threshold: float,
     ) -> Price:
         kinds = [index for index, count in present for _ in range(count)]
-        allowed = {i: np.flatnonzero(self.classes[i].transient <= threshold) for i, _ in present}
+        allowed = {
+            i: np.flatnonzero(self.classes[i].allowed(stage.device, threshold)) for i, _ in present
+        }
         options = [
             (i, int(allowed[i][local])) for i, local in zip(kinds, packing.options, strict=True)
         ]
@@ -269,24 +285,26 @@ class Pricer:
             options=lambda: options,
         )
 
-    def _own_thresholds(self, counts: tuple[int, ...]) -> list[float]:
-        present = [self.classes[c].transient for c, count in enumerate(counts) if count]
+    def _own_thresholds(self, counts: tuple[int, ...], device: int) -> list[float]:
+        tables = [self.classes[c] for c, count in enumerate(counts) if count]
+        present = [table.transient[table.device == device] for table in tables]
         floor = max(float(t.min()) for t in present)
         return sorted({float(t) for ts in present for t in ts if t >= floor})
 
     def _frontier(
-        self, in_flight: int, threshold: float, counts: tuple[int, ...]
+        self, stage: StageKind, threshold: float, counts: tuple[int, ...]
     ) -> Frontier | None:
         """The frontier of a composition; None where it, or one it is made from, is too large."""
+        device, in_flight = stage.device, stage.in_flight
         missing = []
-        while (in_flight, threshold, counts) not in self._frontiers:
+        while (device, in_flight, threshold, counts) not in self._frontiers:
             missing.append(counts)
             if sum(counts) == 1:
                 break
             counts = _one_less(counts)
         current: Frontier | None = empty_frontier()
-        if (in_flight, threshold, counts) in self._frontiers:
-            current = self._frontiers[in_flight, threshold, counts]
+        if (device, in_flight, threshold, counts) in self._frontiers:
+            current = self._frontiers[device, in_flight, threshold, counts]
         largest = self._largest[in_flight] - threshold
         for counts in reversed(missing):
             if time.perf_counter() > self.deadline:
@@ -296,6 +314,7 @@ class Pricer:
                     current,
                     _last(counts),
                     self.classes[_last(counts)],
+                    device=device,
                     in_flight=in_flight,
                     threshold=threshold,
                     largest=largest,
@@ -303,7 +322,7 @@ class Pricer:
                 )
             if current is not None and len(current.time) > _MAX_POINTS:
                 current = None
-            self._frontiers[in_flight, threshold, counts] = current
+            self._frontiers[device, in_flight, threshold, counts] = current
         return current
 
 
@@ -334,6 +353,7 @@ def _pareto_prices(prices: Sequence[Price]) -> tuple[Price, ...]:
 def _stage_kinds(problem: PartitionProblem) -> tuple[list[StageKind], list[int]]:
     kinds: dict[StageKind, int] = {}
     kind_of_stage = []
+    hops = (1.0, *problem.hop_scale, 1.0)
     for k in range(problem.num_stages):
         capacity = problem.capacity_bytes[k]
         allowed = capacity + CAPACITY_TOLERANCE * abs(capacity)
@@ -341,6 +361,8 @@ def _stage_kinds(problem: PartitionProblem) -> tuple[list[StageKind], list[int]]
             in_flight=problem.in_flight[k],
             free_bytes=allowed - problem.stage_fixed_bytes[k],
             scale=problem.time_scale[k],
+            device=problem.stage_device[k],
+            hops=(hops[k], hops[k + 1]),
         )
         kind_of_stage.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), kind_of_stage

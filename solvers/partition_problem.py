@@ -15,7 +15,8 @@ class BlockOption:
     """One way to run a block: per-micro-batch time, and what it holds.
 
     `static_bytes` once, `saved_bytes` per micro-batch in flight, `transient_bytes` while the block
-    runs (blocks of a stage take turns). `sync_s` is spent once a step, e.g. on gradients.
+    runs (blocks of a stage take turns). `sync_s` is spent once a step, e.g. on gradients. `device`
+    is the kind of device that all of this is for.
     """
 
     time_s: float
@@ -23,6 +24,7 @@ class BlockOption:
     saved_bytes: float
     sync_s: float = 0.0
     transient_bytes: float = 0.0
+    device: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +51,12 @@ class PartitionProblem:
         sum_k T_k + (num_micro_batches - 1) * max_k T_k + max_k Y_k
 
     such that stage_fixed_bytes[k] + sum static + in_flight[k] * sum saved + max transient <=
-    capacity_bytes[k]. `boundary_s[i]` is the cost of a cut after block i. Empty `time_scale`,
-    `stage_fixed_bytes` and `boundary_s` stand for ones and zeros. `fixed_cuts`, where given, are
-    the cuts.
+    capacity_bytes[k]. `boundary_s[i]` is the cost of a cut after block i; that between stages k and
+    k + 1 is `hop_scale[k]` times it. Empty `time_scale`, `hop_scale`, `stage_fixed_bytes` and
+    `boundary_s` stand for ones and zeros. `fixed_cuts`, where given, are the cuts.
+
+    Stage k is on a device of kind `stage_device[k]` (0 by default) and runs its blocks by options
+    of that kind, of which every class has some.
 
     Other pipelines weigh the terms differently: `sum_weight` multiplies the sum of T, `max_weight`,
     where given, replaces num_micro_batches - 1, and without `boundary_in_max` the longest T is
@@ -76,6 +81,8 @@ class PartitionProblem:
     max_weight: float | None = None
     boundary_in_max: bool = True
     stage_rank: tuple[int, ...] = ()
+    stage_device: tuple[int, ...] = ()
+    hop_scale: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages, cuts = self.num_stages, max(len(self.blocks) - 1, 0)
@@ -84,6 +91,8 @@ class PartitionProblem:
             "stage_fixed_bytes": (0.0,) * stages,
             "boundary_s": (0.0,) * cuts,
             "stage_rank": tuple(range(stages)),
+            "stage_device": (0,) * stages,
+            "hop_scale": (1.0,) * (stages - 1),
         }
         for name, default in defaults.items():
             object.__setattr__(self, name, tuple(getattr(self, name)) or default)
@@ -94,6 +103,8 @@ class PartitionProblem:
             "stage_fixed_bytes": stages,
             "boundary_s": cuts,
             "stage_rank": stages,
+            "stage_device": stages,
+            "hop_scale": max(stages - 1, 0),
         }
         for name, length in lengths.items():
             values = getattr(self, name)
@@ -154,6 +165,10 @@ class PartitionProblem:
                 raise ValueError(f"classes[{index}]: expected at least one option, found none")
             for option in options:
                 _check_numbers(f"classes[{index}]", dataclasses.astuple(option))
+        for index in sorted(set(self.blocks)):
+            lacking = set(self.stage_device) - {option.device for option in self.classes[index]}
+            if lacking:
+                raise ValueError(f"classes[{index}]: no option for device {min(lacking)}")
 
     def _check_cuts(self) -> None:
         if self.fixed_cuts is None:
@@ -180,11 +195,15 @@ class PartitionProblem:
         """What every stage takes with these cuts and one option per block."""
         chosen = [self.classes[kind][o] for kind, o in zip(self.blocks, options, strict=True)]
         times, tops, syncs, used, transients = [], [], [], [], []
+        hops = [
+            scale * self.boundary_s[c - 1] for c, scale in zip(cuts, self.hop_scale, strict=True)
+        ]
         for k, stage in enumerate(self.stages(cuts)):
             held = [chosen[b] for b in stage]
-            boundary = [self.boundary_s[c - 1] for c in cuts if c in (stage.start, stage.stop)]
+            if any(o.device != self.stage_device[k] for o in held):
+                raise ValueError(f"options: stage {k} is on device {self.stage_device[k]}")
             work = self.time_scale[k] * math.fsum(o.time_s for o in held)
-            times.append(work + math.fsum(boundary))
+            times.append(work + math.fsum(hops[max(k - 1, 0) : k + 1]))
             tops.append(times[-1] if self.boundary_in_max else work)
             syncs.append(math.fsum(o.sync_s for o in held))
             static = math.fsum(o.static_bytes for o in held)

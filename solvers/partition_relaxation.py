@@ -101,6 +101,8 @@ def _model(problem: PartitionProblem, least_s: float, below_s: float) -> pulp.Lp
             if min(problem.time_scale) * values.time_s >= below_s:
                 continue
             for stage in _stages(problem, kind, count):
+                if values.device != problem.stage_device[stage]:
+                    continue
                 part = model.add_variable(f"n_{kind}_{option}_{stage}", lowBound=0.0)
                 parts.append(part)
                 work[stage].append((part, problem.time_scale[stage] * values.time_s))

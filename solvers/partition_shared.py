@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.partition_dp import ChainSearch
-from solvers.partition_pricing import Pricer
+from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE, Conflict
 
@@ -95,7 +95,11 @@ def parts(problem: PartitionProblem) -> Iterator[Part]:
 def _thresholds(problem: PartitionProblem) -> list[float]:
     """Largest transients to allow: the least that every class can run in, and any."""
     present = [problem.classes[kind] for kind in sorted(set(problem.blocks))]
-    least = max(min(o.transient_bytes for o in options) for options in present)
+    least = max(
+        min(o.transient_bytes for o in options if o.device == device)
+        for options in present
+        for device in set(problem.stage_device)
+    )
     most = max(o.transient_bytes for options in present for o in options)
     return sorted({most, least}, reverse=True)
 
@@ -134,10 +138,11 @@ def _deal(
     proportion to what an even share of the blocks would hold at a price of memory."""
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)) / problem.num_stages
     needs = []
-    for in_flight in problem.in_flight:
+    for in_flight, device in zip(problem.in_flight, problem.stage_device, strict=True):
         need = 0.0
         for kind in sorted(set(problem.blocks)):
-            options = [problem.classes[kind][i] for i in kept[kind]]
+            every = [problem.classes[kind][i] for i in kept[kind]]
+            options = [o for o in every if o.device == device]
             best = min(options, key=lambda o: _priced(o, price, in_flight))
             need += float(counts[kind]) * _held(best, in_flight)
         needs.append(max(need, 1.0))
@@ -167,8 +172,7 @@ class _Relaxed:
         apart = dataclasses.replace(problem, stage_rank=whole).scaled()
         self.pricer = Pricer(apart, math.inf)
         self.search = ChainSearch(apart, self.pricer.kind_of_stage, math.inf)
-        cut = np.concatenate([[0.0], apart.boundary_s, [0.0]])
-        self.boundary = cut[:, None] + cut[None, :]
+        self.boundary = self.pricer.boundary_s(apart)
         self.ranks = problem.rank_stages()
         position = np.arange(len(problem.blocks) + 1)
         self.is_run = position[None, :] - position[:, None] >= problem.min_blocks
@@ -187,19 +191,14 @@ class _Relaxed:
     ) -> list[Array]:
         """Per kind of stage, the cost [start, end] of its cheapest way."""
         found = []
-        for kind in self.pricer.kinds:
-            least = [
-                float(
-                    (
-                        time_weight * kind.scale * c.time
-                        + sync_weight * c.sync
-                        + price * c.used(kind.in_flight)
-                    ).min()
-                )
-                for c in self.pricer.classes
-            ]
+        for kind, boundary_s in zip(self.pricer.kinds, self.boundary, strict=True):
+            least = []
+            for c in self.pricer.classes:
+                cost = time_weight * kind.scale * c.time + sync_weight * c.sync
+                own = (cost + price * c.used(kind.in_flight))[c.device == kind.device]
+                least.append(float(own.min()) if len(own) else 0.0)  # 0: no block of the class
             of_run = (self.pricer.compositions @ np.array(least))[self.pricer.run]
-            found.append(np.where(self.is_run, of_run + cut_weight * self.boundary, np.inf))
+            found.append(np.where(self.is_run, of_run + cut_weight * boundary_s, np.inf))
         return found
 
 
@@ -236,9 +235,9 @@ def least_shortfall(problem: PartitionProblem) -> Shortfall:
     total, positions = found
     options = []
     for stage, kind in enumerate(relaxed.pricer.kind_of_stage):
-        in_flight = relaxed.pricer.kinds[kind].in_flight
+        stage_kind = relaxed.pricer.kinds[kind]
         blocks = problem.blocks[positions[stage] : positions[stage + 1]]
-        options += [_smallest(problem.classes[b], in_flight) for b in blocks]
+        options += [_smallest(problem.classes[b], stage_kind) for b in blocks]
     cuts = positions[1:-1]
     use = problem.use(cuts, tuple(options))
     short = problem.lacking(use) if total > relaxed.capacity else []
@@ -259,7 +258,12 @@ def least_excess_together(problem: PartitionProblem) -> float:
     return math.inf if found is None else (found[0] - relaxed.capacity) / len(relaxed.ranks)
 
 
-def _smallest(options: tuple[BlockOption, ...], in_flight: int) -> int:
-    """The option that holds the least, of such the one of the least transient."""
-    needs = [(_held(o, in_flight), o.transient_bytes) for o in options]
-    return needs.index(min(needs))
+def _smallest(options: tuple[BlockOption, ...], stage: StageKind) -> int:
+    """The option of a stage's device that holds the least, of such the one of the least
+    transient."""
+    needs = [
+        (_held(o, stage.in_flight), o.transient_bytes, i)
+        for i, o in enumerate(options)
+        if o.device == stage.device
+    ]
+    return min(needs)[2]

@@ -21,14 +21,16 @@ class PriceTable:
 
     def __init__(self, problem: PartitionProblem, pricer: Pricer) -> None:
         self.pricer = pricer
-        kinds, least_sync = range(len(pricer.kinds)), pricer.least_sync()
+        kinds = range(len(pricer.kinds))
         self.time = [pricer.lower_time(kind)[None, :] for kind in kinds]
-        self.sync = [np.where(np.isfinite(t), least_sync, np.inf) for t in self.time]
+        self.sync = [
+            np.where(np.isfinite(t), pricer.least_sync(kind), np.inf)
+            for kind, t in enumerate(self.time)
+        ]
         self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
-        self.priced = [np.zeros(len(least_sync), dtype=bool) for _ in kinds]
+        self.priced = [np.zeros(len(pricer.compositions), dtype=bool) for _ in kinds]
         length = len(problem.blocks)
-        cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
-        self._boundary = cut[:, None] + cut[None, :]
+        self._boundary = pricer.boundary_s(problem)
         self._boundary_in_max = problem.boundary_in_max
         position = np.arange(length + 1)
         self._is_run = position[None, :] - position[:, None] >= problem.min_blocks

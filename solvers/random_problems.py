@@ -105,6 +105,34 @@ def random_partition_problem(seed: int) -> PartitionProblem:
     )
 
 
+def random_mixed_problem(seed: int) -> PartitionProblem:
+    """As `random_partition_problem`, on devices of up to three kinds, each with options of its own,
+    and with cuts that cost more or less between some stages than between others."""
+    rng = np.random.default_rng(seed)
+    problem = random_partition_problem(int(rng.integers(1 << 30)))
+    kinds = int(rng.integers(2, 4))
+    slower = rng.choice([0.5, 1.0, 1.5, 3.0], kinds)
+    classes = tuple(
+        tuple(
+            dataclasses.replace(
+                option,
+                time_s=option.time_s * slower[kind],
+                saved_bytes=option.saved_bytes * float(rng.choice([1.0, 2.0])),
+                device=kind,
+            )
+            for kind in range(kinds)
+            for option in options[: 1 + int(rng.integers(0, 2))]
+        )
+        for options in problem.classes
+    )
+    return dataclasses.replace(
+        problem,
+        classes=classes,
+        stage_device=tuple(int(kind) for kind in rng.integers(0, kinds, problem.num_stages)),
+        hop_scale=tuple(float(s) for s in rng.choice([0.5, 1.0, 4.0], problem.num_stages - 1)),
+    )
+
+
 def random_shared_problem(seed: int) -> PartitionProblem:
     """As `random_partition_problem`, with two stages a rank, placed in a loop or a V, and terms
     weighed as by pipelines that interleave, hide messages, or split the backward."""

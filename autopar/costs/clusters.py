@@ -42,8 +42,9 @@ def parse_cluster(spec: str, memory_limit_bytes: int | None = None) -> Cluster:
     A file holds `groups`, a list of `device`, `nodes`, `devices_per_node` and optionally
     `memory_gib` and `price_per_hour` of a device; and optionally `links`, from the fastest level to
     the slowest, a list of `name`, `span` (devices), `bandwidth_gb_s` (per device and direction) and
-    `latency_us`. Without `links`, those the devices usually come with are taken, the slowest where
-    devices differ.
+    `latency_us`. A group may have `links` of its own, for its devices among themselves. Without
+    `links`, those the devices usually come with are taken: a group's own inside it, and between
+    groups the slowest.
 
     `memory_limit_bytes` caps the memory of each accelerator, and sets that of each CPU process.
     Raises InputError on anything malformed.
@@ -67,13 +68,18 @@ def cluster_text(cluster: Cluster) -> str:
     other than `node` and `network`, and memory sizes.
     """
     groups = "+".join(_group_text(group) for group in cluster.groups)
-    usual = {link.name: link for link in _usual_links(cluster.groups)}
-    changed = [
-        f"@{link.name}={link.bandwidth_bytes_s / 1e9:.12g}"
-        for link in cluster.links
-        if link.name not in usual or usual[link.name].bandwidth_bytes_s != link.bandwidth_bytes_s
-    ]
-    return "".join((groups, *changed))
+    usual = _with_usual_links(cluster.groups)
+    known = {(link.name, link.bandwidth_bytes_s) for link in _all_links(usual)}
+    changed = {
+        link.name: f"@{link.name}={link.bandwidth_bytes_s / 1e9:.12g}"
+        for link in _all_links(cluster)
+        if (link.name, link.bandwidth_bytes_s) not in known
+    }
+    return "".join((groups, *changed.values()))
+
+
+def _all_links(cluster: Cluster) -> tuple[LinkLevel, ...]:
+    return (*cluster.links, *(link for group in cluster.groups for link in group.links))
 
 
 def _group_text(group: DeviceGroup) -> str:
@@ -86,10 +92,10 @@ def _group_text(group: DeviceGroup) -> str:
 def _from_text(text: str) -> Cluster:
     groups_text, *overrides = text.split("@")
     groups = tuple(_parse_group(part.strip(), text) for part in groups_text.split("+"))
-    links = _usual_links(groups)
+    cluster = _with_usual_links(groups)
     for override in overrides:
-        links = _override(links, override.strip(), text)
-    return named(Cluster(groups=groups, links=links))
+        cluster = _override(cluster, override.strip(), text)
+    return named(cluster)
 
 
 def _parse_group(part: str, text: str) -> DeviceGroup:
@@ -115,6 +121,14 @@ def _device(name: str, where: str) -> DeviceSpec:
         hint = f"did you mean {', '.join(near)}" if near else f"devices: {', '.join(DEVICES)}"
         raise InputError(f"{where}: no device {name!r}; {hint}; {_EXAMPLES}")
     return row.device
+
+
+def _with_usual_links(groups: tuple[DeviceGroup, ...]) -> Cluster:
+    """The groups with the links that devices usually come with: where there are several groups,
+    each has its own inside it."""
+    if len(groups) > 1:
+        groups = tuple(replace(group, links=_usual_links((group,))) for group in groups)
+    return Cluster(groups=groups, links=_usual_links(groups))
 
 
 def _usual_links(groups: tuple[DeviceGroup, ...]) -> tuple[LinkLevel, ...]:
@@ -146,9 +160,9 @@ def _usual_links(groups: tuple[DeviceGroup, ...]) -> tuple[LinkLevel, ...]:
     return (network,) if span == 1 else (node, network)
 
 
-def _override(links: tuple[LinkLevel, ...], override: str, text: str) -> tuple[LinkLevel, ...]:
+def _override(cluster: Cluster, override: str, text: str) -> Cluster:
     name, _, value = (part.strip() for part in override.partition("="))
-    names = [link.name for link in links]
+    names = list(dict.fromkeys(link.name for link in _all_links(cluster)))
     where = f"cluster {text!r}"
     if name not in names:
         raise InputError(
@@ -156,9 +170,21 @@ def _override(links: tuple[LinkLevel, ...], override: str, text: str) -> tuple[L
             + _EXAMPLES
         )
     bandwidth_bytes_s = _number(value, f"{where}, @{name}", positive=True) * 1e9
-    return tuple(
-        replace(link, bandwidth_bytes_s=bandwidth_bytes_s) if link.name == name else link
-        for link in links
+
+    def changed(link: LinkLevel) -> LinkLevel:
+        return replace(link, bandwidth_bytes_s=bandwidth_bytes_s) if link.name == name else link
+
+    return with_links(cluster, changed)
+
+
+def with_links(cluster: Cluster, changed: Callable[[LinkLevel], LinkLevel]) -> Cluster:
+    """The cluster with every level of links changed, those inside groups too."""
+    return replace(
+        cluster,
+        groups=tuple(
+            replace(group, links=tuple(map(changed, group.links))) for group in cluster.groups
+        ),
+        links=tuple(map(changed, cluster.links)),
     )
 
 
@@ -220,9 +246,7 @@ def parts(cluster: Cluster) -> tuple[Cluster, ...]:
     device 1, 2, 4 and so on of a node, or of whole nodes, up to all; and everything."""
     found = []
     for group in cluster.groups:
-        usual = cluster.links == _usual_links(cluster.groups) and len(cluster.groups) > 1
-        links = _usual_links((group,)) if usual else cluster.links
-        own = Cluster(groups=(group,), links=links)
+        own = alone(group, cluster)
         found += [
             resized(own, nodes=1, devices_per_node=count)
             for count in _doubled(group.devices_per_node)[:-1]
@@ -231,6 +255,11 @@ def parts(cluster: Cluster) -> tuple[Cluster, ...]:
     if len(cluster.groups) > 1:
         found.append(cluster)
     return tuple(sorted(found, key=lambda part: part.num_devices))
+
+
+def alone(group: DeviceGroup, cluster: Cluster) -> Cluster:
+    """One group of a cluster as a cluster: with its own links where it has such."""
+    return Cluster(groups=(replace(group, links=()),), links=group.links or cluster.links)
 
 
 def _doubled(most: int) -> list[int]:
@@ -268,14 +297,16 @@ def _from_file(path: Path) -> Cluster:
     if "links" in fields:
         links = _items(fields["links"], f"{where}, links", _file_link)
         _check_spans(links, sum(group.num_devices for group in groups), where)
-    else:
-        links = _usual_links(groups)
-    return named(Cluster(groups=groups, links=links))
+        return named(Cluster(groups=groups, links=links))
+    usual = _with_usual_links(groups)
+    kept = (replace(u, links=g.links or u.links) for g, u in zip(groups, usual.groups, strict=True))
+    return named(replace(usual, groups=tuple(kept)))
 
 
 def _file_group(item: object, where: str) -> DeviceGroup:
     required = ("device", "nodes", "devices_per_node")
-    fields = _fields(item, where, required=required, optional=("memory_gib", "price_per_hour"))
+    optional = ("memory_gib", "price_per_hour", "links")
+    fields = _fields(item, where, required=required, optional=optional)
     device = _device(str(fields["device"]), where)
     if "price_per_hour" in fields:
         price = _number(fields["price_per_hour"], f"{where}, price_per_hour", positive=True)
@@ -283,11 +314,16 @@ def _file_group(item: object, where: str) -> DeviceGroup:
     if "memory_gib" in fields:
         memory_gib = _number(fields["memory_gib"], f"{where}, memory_gib", positive=True)
         device = replace(device, memory_bytes=int(memory_gib * GIB))
-    return DeviceGroup(
+    group = DeviceGroup(
         device=device,
         nodes=_count(fields["nodes"], f"{where}, nodes"),
         devices_per_node=_count(fields["devices_per_node"], f"{where}, devices_per_node"),
     )
+    if "links" not in fields:
+        return group
+    links = _items(fields["links"], f"{where}, links", _file_link)
+    _check_spans(links, group.num_devices, where)
+    return replace(group, links=links)
 
 
 def _file_link(item: object, where: str) -> LinkLevel:

@@ -147,13 +147,14 @@ def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) 
 
 def axis_route(axis: Axis, cluster: Cluster, first_rank: int = 0) -> Route:
     """The route of the group along `axis` through device `first_rank`."""
-    ranks = axis.ranks(first_rank)
+    cluster, start = cluster.around(axis.ranks(first_rank))
+    ranks = axis.ranks(first_rank - start)
     flat = Hop(link=cluster.link(ranks), size=axis.size)
     pairs = [cluster.link(pair) for pair in pairwise(ranks)]
     return Route(
         flat=flat,
         levels=_levels(ranks, cluster) or (flat,),
-        neighbour=max(pairs, key=cluster.links.index, default=flat.link),
+        neighbour=max(pairs, key=cluster.levels.index, default=flat.link),
     )
 
 
@@ -218,9 +219,12 @@ def axis_routes(
 ) -> tuple[Route, ...]:
     """The distinct routes of the groups along `axis`.
 
-    The last level spans everything, so a route depends on its first rank modulo the other spans.
+    The last level spans everything, so a route depends on its first rank modulo the other spans;
+    where groups have links of their own, on the group too.
     """
-    period = lcm(*(link.span for link in cluster.links[:-1]))
+    period = cluster.num_devices
+    if not any(group.links for group in cluster.groups) or len(cluster.groups) == 1:
+        period = lcm(*(link.span for link in cluster.links[:-1]))
     firsts = {first_rank % period}
     for other in axes:
         if other.name != axis.name:

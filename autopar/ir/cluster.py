@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -49,13 +50,15 @@ class DeviceGroup:
     """Equal nodes: `nodes` times `devices_per_node` devices of one kind.
 
     `cores` are the processor cores that the devices of a node share, where they are its processes;
-    0 where each computes by itself. Rates of the device are its share of them.
+    0 where each computes by itself. Rates of the device are its share of them. `links` are the
+    levels inside the group, where they are its own: the last spans all its devices.
     """
 
     device: DeviceSpec
     nodes: int
     devices_per_node: int
     cores: int = 0
+    links: tuple[LinkLevel, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -73,7 +76,8 @@ class DeviceGroup:
 class Cluster:
     """Device groups in rank order, and link levels from the fastest to the slowest.
 
-    Devices are numbered group by group, node by node. The last level spans all devices.
+    Devices are numbered group by group, node by node. The last level spans all devices. Devices of
+    a group that has links of its own reach each other through those.
     """
 
     groups: tuple[DeviceGroup, ...]
@@ -87,11 +91,24 @@ class Cluster:
 
     def device(self, rank: int) -> DeviceSpec:
         """The device that rank number `rank` runs on."""
+        return self._group(rank)[0].device
+
+    def _group(self, rank: int) -> tuple[DeviceGroup, int]:
+        """The group of a rank, and the first rank of the group."""
+        first = 0
         for group in self.groups:
-            if rank < group.num_devices:
-                return group.device
-            rank -= group.num_devices
-        raise IndexError(f"rank beyond the {self.num_devices} devices of the cluster")
+            if rank < first + group.num_devices:
+                return group, first
+            first += group.num_devices
+        raise IndexError(f"rank {rank} is beyond the {self.num_devices} devices of the cluster")
+
+    def around(self, ranks: Sequence[int]) -> tuple[Cluster, int]:
+        """The part of the cluster whose links join `ranks`, and its first rank: their group, where
+        that has links of its own, else the cluster."""
+        group, first = self._group(min(ranks))
+        if group.links and max(ranks) < first + group.num_devices:
+            return Cluster(groups=(group,), links=group.links), first
+        return self, 0
 
     @property
     def slowdown(self) -> float:
@@ -100,10 +117,18 @@ class Cluster:
 
     def link(self, ranks: tuple[int, ...]) -> LinkLevel:
         """The fastest level that joins all of `ranks`; the one a flat collective is bound by."""
-        for level in self.links:
-            if len({rank // level.span for rank in ranks}) == 1:
+        part, first = self.around(ranks)
+        for level in part.links:
+            if len({(rank - first) // level.span for rank in ranks}) == 1:
                 return level
-        return self.links[-1]
+        return part.links[-1]
+
+    @property
+    def levels(self) -> tuple[LinkLevel, ...]:
+        """All levels, from the fastest to the slowest: those inside groups come first."""
+        own = {level for group in self.groups for level in group.links}
+        inner = sorted(own - set(self.links), key=lambda level: -level.bandwidth_bytes_s)
+        return (*inner, *self.links)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from autopar.errors import InputError
 from autopar.ir.collective import Collective
 from autopar.ir.placement import Layout
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
+from autopar.plan.placing import device_lines
 from autopar.plan.plan import (
     BlockPlan,
     NodeChoice,
@@ -42,6 +43,7 @@ def _explain_plan(plan: Plan) -> str:
         [
             f"{plan.model.name} on {plan.cluster.spec}: {grid_text(plan)}",
             section("What it does", "\n".join(techniques(plan))),
+            section("Which devices run what", "\n".join(device_lines(plan))),
             section("What bounds the step", "\n".join(_step_lines(plan))),
             section("What fills the memory", "\n".join(_memory_lines(plan))),
             section("How good it is", certificate_text(plan.certificate)),

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import TENSOR, MeshAxis
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
+from autopar.plan.placing import device_lines, stage_devices
 from autopar.plan.plan import (
     Candidate,
     Certificate,
@@ -51,6 +52,7 @@ def plan_table(plan: Plan) -> str:
         [
             _header(plan),
             section("Techniques", "\n".join(techniques(plan))),
+            section("Devices", "\n".join(device_lines(plan))),
             _stages(plan),
             _memory(plan),
             section("Parameters", _parameters(plan)),
@@ -83,7 +85,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "micro_batches": plan.training.micro_batches,
         "schedule": plan.schedule,
         "techniques": list(techniques(plan)),
-        "stages": [_stage_summary(stage) for stage in plan.stages],
+        "stages": [
+            {**_stage_summary(stage), "devices": stage_devices(plan, stage)}
+            for stage in plan.stages
+        ],
         "step_s": plan.prediction.step_s,
         "samples_per_s": plan.prediction.samples_per_s,
         "tokens_per_s": tokens_per_s(plan),

@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any
 
 from autopar.compiler import PlanOptions, Progress, load_source, plan_source
-from autopar.costs.clusters import named, parse_cluster, resized
+from autopar.costs.clusters import named, parse_cluster, resized, with_links
 from autopar.errors import InputError
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, LinkLevel
 from autopar.plan.diff import diff_plans
 from autopar.plan.plan import Plan
 from autopar.plan.table import plan_summary, sequence_length
@@ -110,7 +110,7 @@ def _request(plan: Plan) -> Request:
 
 
 def _changed(asked: Request, key: str, value: str) -> Request:
-    links = [link.name for link in asked.cluster.links]
+    links = _link_names(asked.cluster)
     if key in links:
         return replace(asked, cluster=_with_links(asked.cluster, (key,), key, value))
     if key.startswith("pin."):
@@ -139,13 +139,17 @@ def _with_links(cluster: Cluster, names: Sequence[str], key: str, value: str) ->
     def faster(bandwidth_bytes_s: float) -> float:
         return bandwidth_bytes_s * factor if value.startswith("x") else factor * 1e9
 
-    links = tuple(
-        replace(link, bandwidth_bytes_s=faster(link.bandwidth_bytes_s))
-        if link.name in names
-        else link
-        for link in cluster.links
-    )
-    return named(replace(cluster, links=links))
+    def changed(link: LinkLevel) -> LinkLevel:
+        if link.name not in names:
+            return link
+        return replace(link, bandwidth_bytes_s=faster(link.bandwidth_bytes_s))
+
+    return named(with_links(cluster, changed))
+
+
+def _link_names(cluster: Cluster) -> list[str]:
+    """The levels of links by name, those inside groups first."""
+    return list(dict.fromkeys(link.name for link in cluster.levels))
 
 
 def _memory(asked: Request, value: str) -> Request:
@@ -161,7 +165,7 @@ def _memory(asked: Request, value: str) -> Request:
 def _all_links(asked: Request, value: str) -> Request:
     if not value.startswith("x"):
         raise InputError(f"change links={value}: expected x2 for twice as fast, or one by its name")
-    names = [link.name for link in asked.cluster.links]
+    names = _link_names(asked.cluster)
     return replace(asked, cluster=_with_links(asked.cluster, names, "links", value))
 
 

@@ -40,6 +40,7 @@ from autopar.search.stages import (
     message_bytes,
     stage_blocks,
     stage_ranks,
+    tightest,
 )
 from autopar.search.state import PREFETCHED, held_bytes
 from autopar.search.step_times import stage_seconds, tied_seconds
@@ -101,7 +102,7 @@ def stage_terms(
     if not grid.pipe.flushes:
         terms.append(("weight_versions", held.versions * states[0]))
     once, widest, updates = int(held.once), int(held.widest), int(held.updates)
-    device = pricer.setting.cluster.device(stage_ranks(grid, stage)[0])
+    device = pricer.setting.cluster.device(tightest(pricer, stage_ranks(grid, stage)))
     reserve = reserve_terms(device, grid.communicators)
     return (
         *terms,
@@ -249,8 +250,9 @@ def stage_plans(
     for index, (blocks, options) in enumerate(own):
         ranks = stage_ranks(grid, index)
         sends_s = _sends_s(pricer, grid, index, blocks)
+        own_prices = pricer.of_stage(grid, index)
         seconds = stage_seconds(
-            pricer, grid, blocks, options, sends_s, tied_s[index], held[index].elsewhere
+            own_prices, grid, blocks, options, sends_s, tied_s[index], held[index].elsewhere
         )
         stages.append(
             StagePlan(
@@ -287,11 +289,11 @@ def _sends_s(
     first, last = blocks[0].index, blocks[-1].index
     forward_s = backward_s = 0.0
     if last < len(boundaries):
-        apart = abs(place[stage + 1] - place[stage])
-        forward_s = boundary_s(pricer, grid, boundaries[last], apart)[0]
+        hop = (place[stage], place[stage + 1])
+        forward_s = boundary_s(pricer, grid, boundaries[last], hop)[0]
     if first:
-        apart = abs(place[stage] - place[stage - 1])
-        backward_s = boundary_s(pricer, grid, boundaries[first - 1], apart)[1]
+        hop = (place[stage - 1], place[stage])
+        backward_s = boundary_s(pricer, grid, boundaries[first - 1], hop)[1]
     return forward_s, backward_s
 
 

@@ -10,6 +10,7 @@ from math import inf
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.collective import CollectiveOp
 from autopar.search.grid import Grid
+from autopar.search.home import Home
 from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
@@ -94,14 +95,15 @@ class Bounds:
     def _parts(self, grid: Grid) -> tuple[float, float]:
         """The shares of forwards and of weight gradients in the work of all blocks."""
         if grid.base not in self._shares:
-            chain = self.pricer.setting.chain
+            chain, home = self.pricer.setting.chain, self.pricer.homes(grid)[0]
+            pricer = self.pricer.at(home)
             forward_s = weight_s = total_s = 0.0
             for block_class in chain.classes:
-                solved = self._fastest_sharding(block_class.index, grid)
+                solved = self._fastest_sharding(block_class.index, grid, home)
                 if solved is None:
                     continue
                 block = chain.representative(block_class.index)
-                cost = self.pricer.cost(block, solved.choices, dict(solved.parameters), grid)
+                cost = pricer.cost(block, solved.choices, dict(solved.parameters), grid)
                 count = len(block_class.members)
                 forward_s += count * cost.forward_s
                 weight_s += count * cost.weight_s
@@ -110,7 +112,9 @@ class Bounds:
             self._shares[grid.base] = shares
         return self._shares[grid.base]
 
-    def _bound(self, grid: Grid, weights: Weights, least: Callable[[int, Grid], float]) -> float:
+    def _bound(
+        self, grid: Grid, weights: Weights, least: Callable[[int, Grid, Home], float]
+    ) -> float:
         """The objective of blocks that take the `least` time of their class, memory for free.
 
         Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
@@ -119,11 +123,17 @@ class Bounds:
         chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
         if not self._state_may_fit(grid):
             return inf
-        fastest = [least(c.index, grid) for c in chain.classes]
-        if inf in fastest:
+        homes = self.pricer.homes(grid)
+        kinds = list(dict.fromkeys(homes))
+        fastest = [[least(c.index, grid, home) for home in kinds] for c in chain.classes]
+        if any(inf in times for times in fastest):
             return inf
         classes = tuple(
-            (BlockOption(time_s=time_s, static_bytes=0.0, saved_bytes=0.0),) for time_s in fastest
+            tuple(
+                BlockOption(time_s=time_s, static_bytes=0.0, saved_bytes=0.0, device=kind)
+                for kind, time_s in enumerate(times)
+            )
+            for times in fastest
         )
         return lower_bound(
             PartitionProblem(
@@ -135,6 +145,7 @@ class Bounds:
                 num_micro_batches=grid.micro_batches,
                 sum_weight=weights.sum,
                 max_weight=weights.longest,
+                stage_device=tuple(kinds.index(homes[place]) for place in grid.pipe.placement),
             )
         )
 
@@ -153,18 +164,18 @@ class Bounds:
             held -= setting.memory_bytes(rank) * capacity
         return held / len(ranks)
 
-    def _fastest(self, class_index: int, grid: Grid) -> float:
+    def _fastest(self, class_index: int, grid: Grid, home: Home) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
-        solved = self._fastest_sharding(class_index, grid)
+        solved = self._fastest_sharding(class_index, grid, home)
         return inf if solved is None else max(solved.bound, 0.0)
 
-    def _least(self, class_index: int, grid: Grid) -> float:
+    def _least(self, class_index: int, grid: Grid, home: Home) -> float:
         """Time of a class's block with every op at its fastest and values moved for free."""
-        return self.problems.bounding(grid, class_index).least_s
+        return self.problems.at(home).bounding(grid, class_index).least_s
 
-    def _fastest_sharding(self, class_index: int, grid: Grid) -> Sharding | None:
+    def _fastest_sharding(self, class_index: int, grid: Grid, home: Home) -> Sharding | None:
         """The sharding of a class's block with gradients summed for free."""
-        problem = self.problems.bounding(grid, class_index)
+        problem = self.problems.at(home).bounding(grid, class_index)
         if problem not in self._fast:
             self._fast[problem] = problem.solve()
         return self._fast[problem]

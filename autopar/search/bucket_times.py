@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.costs.compute import memory_s
 from autopar.costs.optimizer_state import optimizer_op
 from autopar.ir.collective import CollectiveOp
 from autopar.search.grid import Grid
@@ -49,4 +48,4 @@ def update_s(pricer: Pricer, shape: tuple[int, ...], moved_bytes: float) -> floa
         found = profile.lookup(op)
         if found is not None:
             return found[0]
-    return memory_s(moved_bytes, pricer.device, kernels=0)
+    return pricer.memory_s(moved_bytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
-from autopar.costs.clusters import resized
+from autopar.costs.clusters import alone, resized
 from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.text import amount
@@ -201,7 +201,10 @@ def _with_more_devices(setting: Setting) -> list[Setting]:
 def _grown(cluster: Cluster, times: int) -> Cluster:
     if len(cluster.groups) == 1:
         return resized(cluster, nodes=cluster.groups[0].nodes * times)
-    groups = tuple(replace(group, nodes=group.nodes * times) for group in cluster.groups)
+    groups = []
+    for group in cluster.groups:
+        own = resized(alone(group, cluster), nodes=group.nodes * times)
+        groups.append(replace(own.groups[0], links=own.links if group.links else ()))
     last = cluster.links[-1]
     links = (*cluster.links[:-1], replace(last, span=last.span * times))
-    return replace(cluster, groups=groups, links=links)
+    return replace(cluster, groups=tuple(groups), links=links)

@@ -15,6 +15,7 @@ from autopar.search.block import HEAVY_OPS
 from autopar.search.grid import Grid
 from autopar.search.grids import widest_tensor
 from autopar.search.moments import stage_memory
+from autopar.search.offered import splits_work
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
@@ -138,7 +139,7 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             if not weighted and node.op != ATTENTION:
                 continue
             offered = pricer.strategies(node, MeshAxis(name=TENSOR, size=degree))
-            if any(pricer.splits_work(node, strategy) for strategy in offered):
+            if any(splits_work(pricer.setting, node, strategy) for strategy in offered):
                 continue
             shapes = ", ".join(str(setting.specs[ref]) for ref in node.inputs()[:3])
             heads = setting.specs[node.inputs()[0]].shape[1] if node.op == ATTENTION else None

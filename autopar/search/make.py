@@ -90,7 +90,7 @@ def _plan(planner: Planner, found: Found) -> Plan:
         certificate=_certificate(planner, found, prediction),
         notes=(
             *_schedule_notes(grid),
-            *_notes(setting, planner),
+            *_notes(setting),
             *_profile_notes(setting.profile, _costs(staged)),
         ),
     )
@@ -209,7 +209,7 @@ def _schedule_notes(grid: Grid) -> tuple[str, ...]:
     )
 
 
-def _notes(setting: Setting, planner: Planner) -> tuple[str, ...]:
+def _notes(setting: Setting) -> tuple[str, ...]:
     notes = list(setting.graph.notes)
     without = sorted({n.target for n in setting.graph.nodes if not has_rule(n.target)})
     notes += [f"no sharding rule for {target}: it runs whole on every rank" for target in without]
@@ -225,11 +225,6 @@ def _notes(setting: Setting, planner: Planner) -> tuple[str, ...]:
         )
     if note := optimizer_note(setting.training.optimizer):
         notes.append(note)
-    if len({group.device.name for group in setting.cluster.groups}) > 1:
-        notes.append(
-            f"device kinds differ; all are priced as the slowest, {planner.pricer.device.name}, "
-            "and each stage is held to its own devices' memory"
-        )
     return tuple(notes)
 
 

@@ -56,7 +56,7 @@ class ClassOption:
     collectives, nor on devices whose communication takes the cores that compute (`OVERLAPS`), nor
     for the first block of a stage's forward or backward, which has none before it: `cold` is the
     share of such blocks among those that have weights, charged to all of these alike, since cuts
-    are not known yet.
+    are not known yet. `home` counts the homes of a grid's stages: the option is for those on it.
     """
 
     choices: tuple[NodeChoice, ...]
@@ -69,6 +69,7 @@ class ClassOption:
     hidden: float = 1.0
     cold: float = 0.0
     update: UpdateBytes = UpdateBytes()
+    home: int = 0
 
     @property
     def zero(self) -> int:
@@ -135,6 +136,7 @@ class ClassOption:
             saved_bytes=float(saved),
             sync_s=update_s,
             transient_bytes=float(transient),
+            device=self.home,
         )
 
     def _held(self, pipe: Pipeline | None) -> tuple[int, int]:

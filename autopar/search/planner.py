@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -313,7 +313,16 @@ class Planner:
             shared = UNSPLIT
         key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
-            self._options[key] = class_options(self.shardings, grid, class_index, relevant, shared)
+            per_home = [
+                class_options(self.shardings.at(home), grid, class_index, relevant, shared)
+                for home in dict.fromkeys(self.pricer.homes(grid))
+            ]
+            self._options[key] = tuple(
+                option if not index else replace(option, home=index)
+                for index, options in enumerate(per_home)
+                for option in options
+                if all(per_home)
+            )
         return self._options[key]
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:

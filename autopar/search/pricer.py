@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.costs.calibration import curve_of
 from autopar.costs.collectives import ClusterCollectives
-from autopar.costs.compute import OpTime, op_time
+from autopar.costs.compute import OpTime, memory_s, op_time
 from autopar.costs.local_op import LocalOp, Order, local_op
 from autopar.costs.memory import state_bytes
 from autopar.costs.profiles import Profile, TimeSource
@@ -19,19 +19,21 @@ from autopar.ir.blocks import Block
 from autopar.ir.cluster import Axis, DeviceSpec
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, Source
-from autopar.ir.mesh import CONTEXT, SHARD, TENSOR, MeshAxis, batch_size
-from autopar.ir.placement import Layout, Placement, Shard
+from autopar.ir.mesh import TENSOR, MeshAxis, batch_size
+from autopar.ir.placement import Layout, Placement
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.plan.flow import BlockFlow, block_edges, block_flow
 from autopar.plan.plan import NodeChoice
 from autopar.plan.split import Product, split_products
-from autopar.rules.context import ATTENTION, attention_kind, whole_keys
+from autopar.rules.context import whole_keys
 from autopar.rules.index_expr import LOCAL
 from autopar.search.beside import host_floor_s, is_beside
-from autopar.search.block import HEAVY_OPS, BlockSpace, Option, block_space, is_split
+from autopar.search.block import BlockSpace, Option, block_space
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
+from autopar.search.home import Home, place_homes, whole_home
+from autopar.search.offered import offered
 from autopar.search.paths import Paths
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
@@ -66,9 +68,11 @@ class BlockCost:
 
 @dataclass
 class Pricer:
-    """Answers what decisions cost, remembering what it has priced."""
+    """Answers what decisions cost on one kind of home, by default anywhere in the cluster,
+    remembering what it has priced."""
 
     setting: Setting
+    home: Home = None  # type: ignore[assignment]  # __post_init__ knows the cluster
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
     _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
     _times: dict[LocalOp, OpTime] = field(default_factory=dict)
@@ -81,12 +85,41 @@ class Pricer:
     _joined: dict[object, CollectiveTime] = field(default_factory=dict)
     _paths: Paths = field(default_factory=Paths)
     _products: dict[int, Mapping[str, Product]] = field(default_factory=dict)
+    _at: dict[Home, Pricer] = field(default_factory=dict)
+    _homes: dict[tuple[int, int], tuple[Home, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.home = self.home or whole_home(self.setting.cluster)
+        self._at.setdefault(self.home, self)
+
+    def homes(self, grid: Grid) -> tuple[Home, ...]:
+        """The home of every rank of a grid's pipeline."""
+        key = (grid.pipeline, grid.stage_devices)
+        if key not in self._homes:
+            self._homes[key] = place_homes(self.setting.cluster, grid)
+        return self._homes[key]
+
+    def at(self, home: Home) -> Pricer:
+        """What prices the same on a home: all that does not depend on it is shared."""
+        if home not in self._at:
+            self._at[home] = replace(
+                self, home=home, _times={}, _options={}, _prices={}, _links={}, _joined={}
+            )
+        return self._at[home]
+
+    def of_stage(self, grid: Grid, stage: int) -> Pricer:
+        """What prices a stage, where the grid puts it."""
+        return self.at(self.homes(grid)[grid.pipe.placement[stage]])
 
     @property
     def device(self) -> DeviceSpec:
-        """The slowest device; every stage is priced on it where kinds differ."""
-        devices = [group.device for group in self.setting.cluster.groups]
-        return min(devices, key=lambda d: d.flops(self.setting.training.precision.param_dtype))
+        """The device that has the least FLOP/s, where several share a stage's work."""
+        dtype = self.setting.training.precision.param_dtype
+        return min(self.home.devices, key=lambda device: device.flops(dtype))
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds to move bytes through memory, kernels started beside, on the slowest device."""
+        return max(memory_s(nbytes, device, kernels=0) for device in self.home.devices)
 
     @property
     def profile(self) -> Profile | None:
@@ -104,50 +137,8 @@ class Pricer:
         """The strategies of a node on a mesh axis."""
         key = (node.name, axis)
         if key not in self._strategies:
-            self._strategies[key] = self._honour_pin(node, axis)
+            self._strategies[key] = offered(self.setting, node, axis)
         return self._strategies[key]
-
-    def _honour_expert_pin(
-        self, axis: MeshAxis, found: tuple[AxisStrategy, ...]
-    ) -> tuple[AxisStrategy, ...]:
-        """A pinned expert degree splits all experts on the axis of that size, and no others."""
-        degree = self.setting.pins.expert
-        if degree is None or len(found) == 1:
-            return found
-        if axis.size != degree:
-            return found[:1]
-        alone = (self.setting.pins.data, self.setting.cluster.num_devices)
-        inner = axis.name == SHARD or degree in alone
-        return found[1:] if inner else found
-
-    def _honour_pin(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
-        """A pinned tensor or context degree splits every heavy op that can be split off the batch
-        dim."""
-        found, pins = self.setting.strategies(node, axis), self.setting.pins
-        if axis.splits_samples:
-            return self._honour_expert_pin(axis, found)
-        if axis.name == TENSOR and self._runs_whole(node):
-            return tuple(s for s in found if not is_split(s)) or found
-        degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
-        if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
-            return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found
-        if degree != axis.size or node.op not in HEAVY_OPS:
-            return found
-        return tuple(s for s in found if self.splits_work(node, s)) or found
-
-    def _runs_whole(self, node: OpNode) -> bool:
-        """Whether what runs the plan splits no value of `node` over tensor ranks; the root module,
-        with the loss, is free."""
-        outside, path = self.setting.execution.whole_outside, node.module_path
-        return bool(outside and path) and set(outside).isdisjoint(path.split("."))
-
-    def splits_work(self, node: OpNode, strategy: AxisStrategy) -> bool:
-        """Whether a strategy of the tensor axis shares out the op, other than by samples."""
-        placed = zip(node.inputs(), strategy.inputs, strict=True)
-        return any(
-            isinstance(p, Shard) and not self.setting.specs[ref].shape[p.dim].is_batch
-            for ref, p in placed
-        )
 
     def space(
         self,
@@ -221,7 +212,8 @@ class Pricer:
         return self._joined[key](op, nbytes, "+".join(axes))
 
     def _collectives(self, axes: Sequence[Axis]) -> ClusterCollectives:
-        return ClusterCollectives(self.setting.cluster, axes, measured=self.setting.profile)
+        home = self.home
+        return ClusterCollectives(home.links, axes, home.first, measured=self.setting.profile)
 
     def local(self, node: OpNode, option: Option | NodeChoice, prices: Prices) -> LocalOp:
         """A node on the local shapes of an option."""
@@ -249,17 +241,21 @@ class Pricer:
         )
 
     def op_time(self, op: LocalOp) -> OpTime:
-        """Forward and backward seconds of a local op, and where they are from."""
+        """Forward and backward seconds of a local op, and where they are from: those of the device
+        that takes the longest."""
         if op not in self._times:
-            profile = self.profile
             narrow = self.setting.training.precision.product_dtype
-            self._times[op] = op_time(
-                op,
-                self.device,
-                profile,
-                product_dtype=narrow,
-                attention=self.setting.execution.attention,
-            )
+            times = [
+                op_time(
+                    op,
+                    device,
+                    self.profile if device == self.device else None,
+                    product_dtype=narrow,
+                    attention=self.setting.execution.attention,
+                )
+                for device in self.home.devices
+            ]
+            self._times[op] = max(times, key=lambda time: time.forward_s + time.backward_s)
         return self._times[op]
 
     def compute(

@@ -11,6 +11,7 @@ from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
 from autopar.search.grid import Grid
+from autopar.search.home import Home
 from autopar.search.pricer import Pricer
 from autopar.search.prices import CollectiveTime, Prices
 from autopar.search.sharding import ShardingProblem
@@ -26,8 +27,17 @@ class ShardingProblems:
     """
 
     pricer: Pricer
+    _at: dict[Home, ShardingProblems] = field(default_factory=dict)
     _made: dict[object, ShardingProblem] = field(default_factory=dict)
     _crosses: dict[int, bool] = field(default_factory=dict)
+
+    def at(self, home: Home) -> ShardingProblems:
+        """The same problems at the prices of a home."""
+        if home == self.pricer.home:
+            return self
+        if home not in self._at:
+            self._at[home] = ShardingProblems(self.pricer.at(home), _crosses=self._crosses)
+        return self._at[home]
 
     def of(
         self, grid: Grid, class_index: int, fixed: Mapping[str, Layout] | None = None

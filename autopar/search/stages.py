@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 from autopar.costs.collectives import axis_collective_time_s
 from autopar.costs.memory import reserve_bytes
 from autopar.errors import InputError
 from autopar.ir.blocks import Block, BlockChain
+from autopar.ir.cluster import Cluster
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import TENSOR
@@ -55,18 +57,26 @@ class Staged:
     solution: PartitionSolution
 
 
+Places = tuple[int, int]
+"""Two ranks of the pipeline, in either order."""
+
+
 def boundary_s(
-    pricer: Pricer, grid: Grid, refs: Sequence[Ref], apart: int | None = None
+    pricer: Pricer, grid: Grid, refs: Sequence[Ref], hop: Places | None = None
 ) -> tuple[float, float]:
     """Seconds to send `refs` to the next stage, and their gradients back.
 
-    Between neighbours, or between ranks that are `apart` where that is given; 0 is the same rank.
+    Between neighbours, or over the `hop` that is given. In a cluster of one group all hops as long
+    are taken to be the slowest of them.
     """
-    if grid.pipeline == 1 or apart == 0:
+    if grid.pipeline == 1 or (hop is not None and hop[0] == hop[1]):
         return 0.0, 0.0
-    axis, cluster = grid.pipeline_axis(), pricer.setting.cluster
-    if apart is not None and apart > 1:
-        axis = replace(axis, size=2, stride=apart * axis.stride)
+    axis, cluster, first = grid.pipeline_axis(), pricer.setting.cluster, 0
+    if hop is not None:
+        apart, several = abs(hop[1] - hop[0]), len(cluster.groups) > 1
+        if apart > 1 or several:
+            axis = replace(axis, size=2, stride=apart * axis.stride)
+        first = _slowest_pair(cluster, grid, hop) if several else 0
     back = [ref for ref in refs if ref in pricer.setting.differentiable]
 
     def seconds(values: Sequence[Ref]) -> float:
@@ -75,13 +85,21 @@ def boundary_s(
         nbytes, measured = boundary_bytes(pricer, grid, values), pricer.setting.profile
         parts = _message_parts(pricer, grid, values)
         send_s = axis_collective_time_s(
-            CollectiveOp.SEND_RECV, nbytes / parts, axis, cluster, measured=measured
+            CollectiveOp.SEND_RECV, nbytes / parts, axis, cluster, first, measured
         )
         if parts > 1:
             send_s += pricer.joined_s(grid, CollectiveOp.ALL_GATHER, nbytes, (TENSOR,))
         return send_s
 
     return seconds(refs), seconds(back)
+
+
+def _slowest_pair(cluster: Cluster, grid: Grid, hop: Places) -> int:
+    """The first rank of the two that reach each other by the slowest link of a hop."""
+    size, levels = grid.stage_devices, cluster.levels
+    low, high = (min(hop) * size, max(hop) * size)
+    links = [cluster.link((low + i, high + i)) for i in range(size)]
+    return low + max(range(size), key=lambda i: levels.index(links[i]))
 
 
 def _message_parts(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
@@ -99,7 +117,7 @@ def stage_ranks(grid: Grid, stage: int) -> range:
     return range(place * grid.stage_devices, (place + 1) * grid.stage_devices)
 
 
-def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:
+def _boundary_times(pricer: Pricer, grid: Grid, hop: Places | None = None) -> tuple[float, ...]:
     """Half of what a message and its gradient take, for each neighbour of every possible cut."""
     priced: dict[object, float] = {}
     times = []
@@ -108,9 +126,26 @@ def _boundary_times(pricer: Pricer, grid: Grid) -> tuple[float, ...]:
             (pricer.setting.specs[ref], ref in pricer.setting.differentiable) for ref in refs
         )
         if key not in priced:
-            priced[key] = sum(boundary_s(pricer, grid, refs)) / 2
+            priced[key] = sum(boundary_s(pricer, grid, refs, hop)) / 2
         times.append(priced[key])
     return tuple(times)
+
+
+def _hop_times(pricer: Pricer, grid: Grid) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What cuts cost over the hop between the first two ranks, and how much more the hop between
+    every two stages makes of that, for the dearest cut."""
+    place, stages = grid.pipe.placement, grid.pipe.num_stages
+    if len(pricer.setting.cluster.groups) == 1 or grid.pipeline == 1:
+        return _boundary_times(pricer, grid), ()
+    times = {
+        hop: _boundary_times(pricer, grid, hop) for hop in dict.fromkeys([(0, 1), *pairwise(place)])
+    }
+    once_s = times[0, 1]
+    dearest = max(range(len(once_s)), key=once_s.__getitem__, default=0)
+    if not once_s or not once_s[dearest]:
+        return once_s, ()
+    hops = tuple(times[hop][dearest] / once_s[dearest] for hop in pairwise(place))
+    return once_s, hops if stages > 1 else ()
 
 
 def message_bytes(pricer: Pricer, grid: Grid, place: int) -> int:
@@ -125,8 +160,14 @@ def message_bytes(pricer: Pricer, grid: Grid, place: int) -> int:
     return messages_under_way(grid.pipe)[place] * widest
 
 
-def _reserve_bytes(pricer: Pricer, grid: Grid, rank: int) -> int:
-    return reserve_bytes(pricer.setting.cluster.device(rank), grid.communicators)
+def tightest(pricer: Pricer, ranks: Sequence[int]) -> int:
+    """The first of the ranks that have the least memory."""
+    return min(ranks, key=pricer.setting.memory_bytes)
+
+
+def _reserve_bytes(pricer: Pricer, grid: Grid, ranks: Sequence[int]) -> int:
+    device = pricer.setting.cluster.device(tightest(pricer, ranks))
+    return reserve_bytes(device, grid.communicators)
 
 
 def partition_problem(
@@ -143,6 +184,9 @@ def partition_problem(
     chain = setting.chain
     ranks = [stage_ranks(grid, stage) for stage in range(pipe.num_stages)]
     first = [pipe.placement.index(place) == k for k, place in enumerate(pipe.placement)]
+    once_s, hops = _hop_times(pricer, grid)
+    homes = pricer.homes(grid)
+    of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
         classes=tuple(
@@ -155,10 +199,12 @@ def partition_problem(
         ),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(_reserve_bytes(pricer, grid, own[0]) + message_bytes(pricer, grid, place)) * once
+            float(_reserve_bytes(pricer, grid, own) + message_bytes(pricer, grid, place)) * once
             for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
-        boundary_s=_boundary_times(pricer, grid),
+        boundary_s=once_s,
+        hop_scale=hops,
+        stage_device=tuple(of_home[homes[place]] for place in pipe.placement),
         fixed_cuts=fixed_cuts(pricer, pipe.num_stages),
         sum_weight=weights.sum,
         max_weight=weights.longest,
@@ -265,7 +311,7 @@ def _heavier(
         place = grid.pipe.placement[on_rank[0]]
         stages = {k: memory[k] for k in on_rank}
         peak = peak_bytes(schedule.ranks[place], stages, known[place])
-        peak += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0])[0])
+        peak += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0]))
         if not fits(peak, problem.capacity_bytes[on_rank[0]]):
             fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
     changed = tuple(fixed) != problem.stage_fixed_bytes

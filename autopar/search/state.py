@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.costs.compute import memory_s
 from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
@@ -219,7 +218,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         sync_s=seconds["sync"],
         early_s=seconds["early"],
         reduce_s=seconds["reduce"],
-        sum_s=memory_s(summed, pricer.device, kernels=0),
+        sum_s=pricer.memory_s(summed),
         optimizer_s=optimizer_s,
     )
 

@@ -117,8 +117,9 @@ def tied_seconds(
         state, dtype = holders[ranks[0]][1], setting.sources[name].spec.dtype
         wider = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)] / DTYPE_BYTES[dtype]
         nbytes = wider * prices.local_bytes(Ref(name), state.stored or state.layout)
+        first_rank = ranks[0] * grid.stage_devices if len(setting.cluster.groups) > 1 else 0
         once_s = axis_collective_time_s(
-            CollectiveOp.ALL_REDUCE, nbytes, axis, setting.cluster, measured=setting.profile
+            CollectiveOp.ALL_REDUCE, nbytes, axis, setting.cluster, first_rank, setting.profile
         )
         for index, _ in holders.values():
             seconds[index] += once_s
