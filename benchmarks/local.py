@@ -1,6 +1,7 @@
 """Predicted against measured step time and peak memory of many plans, on local processes.
 
 python benchmarks/local.py --cluster local:4 [--models gpt llama mlp] [--most 24] [--json]
+                           [--keep FILE]
 
 Ops, collectives and the optimizer of every model are profiled first, into `--database`. Then all
 plans of a model run one after the other, `--rounds` times, so that drift of the machine hits all
@@ -45,6 +46,7 @@ from autopar.ir.cluster import Cluster
 from autopar.jobs import Job, build, optimizer_class
 from autopar.plan.pipeline import rank_groups
 from autopar.plan.plan import RESERVED
+from autopar.plan.serialize import write_text
 from autopar.plan.table import grid_text
 from autopar.plan.text import columns
 from autopar.profiler.files import profile_for, read_profiles
@@ -336,6 +338,19 @@ def text(found: Sequence[Run], figures: Mapping[str, Any]) -> str:
     )
 
 
+def kept(path: Path | None) -> list[Run]:
+    """What a run of this before measured."""
+    if path is None or not path.exists():
+        return []
+    return [Run(**run) for run in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def keep(path: Path | None, found: Sequence[Run]) -> None:
+    """Keep what is measured, in case the next model's measurement is cut off."""
+    if path is not None:
+        write_text(json.dumps(list(map(asdict, found)), indent=1), path)
+
+
 def main() -> None:
     """Profile, plan, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -346,13 +361,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a plan in each round")
     parser.add_argument("--database", default="build/local.sqlite")
     parser.add_argument("--budget", type=float, help="seconds of profiling for each model")
+    parser.add_argument("--keep", type=Path, help="file of the models that were measured before")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    cluster, found = measured_cluster(given.cluster), list[Run]()
+    cluster, found = measured_cluster(given.cluster), kept(given.keep)
     for name in given.models:
+        if any(run.model == name for run in found):
+            continue
         captured, options = prepare(name, cluster, given.database, given.budget)
         planned = list(plans(name, captured, cluster, options, given.most))
         found += runs(name, planned, given.rounds, given.steps)
+        keep(given.keep, found)
     result = summary(found)
     data = {"runs": list(map(asdict, found)), **result}
     print(json.dumps(data, indent=1) if given.json else text(found, result))

@@ -29,8 +29,8 @@ class Execution:
     their own before the optimizer's. `attention` is how fast its fused attention is next to the
     device's best. `whole_outside`: modules by name outside which tensor ranks all run ops whole, if
     any. `flat`: weights at ZeRO level 3 are gathered, and their gradients summed, in buckets.
-    `live_parameters` of a stage stay whole from one pass to the next at ZeRO level 3, those that
-    are needed first.
+    At ZeRO level 3 a weight stays whole from its use to the next in a micro-batch where fewer than
+    `reuse_parameters` are used in between.
     """
 
     early_sync: frozenset[int] = EARLY_LEVELS
@@ -45,16 +45,19 @@ class Execution:
     attention: float = 1.0
     whole_outside: tuple[str, ...] = ()
     flat: bool = False
-    live_parameters: float = 0.0
+    reuse_parameters: float = 0.0
 
     def host_floor_s(self, kernels: float, collectives: float) -> float:
         """What a pass of a block takes at least, however fast the device is."""
         return self.host_s * (kernels + HOST_COLLECTIVE * collectives)
 
-    def gathered_share(self, parameters: float) -> float:
-        """The part of a stage's parameters that a pass has to gather, of those that lie in
-        shards."""
-        return max(0.0, 1 - self.live_parameters / parameters) if parameters else 0.0
+    def regathered_share(self, parameters: float, uses: int) -> float:
+        """The part of a stage's parameters, at ZeRO level 3, that the backward gathers anew.
+
+        Those last in the forward stay whole: between its forward and its backward a weight waits
+        for one use of each behind it there, and then for one, or with them run again two, here.
+        """
+        return max(0.0, 1 - self.reuse_parameters / (uses * parameters)) if parameters else 0.0
 
     def hidden_tensor_s(
         self, tensor_s: float, compute_s: float, ranks: int, hidden: float

@@ -71,9 +71,10 @@ class StateCost:
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
     `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
     the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
-    it. `sum_s` per micro-batch to add up gradients, and `reduce_s` to reduce them where that is not
-    left to the last. `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that runs
-    beside the last backward.
+    it; `again_shares` the part that it gathers anew, of those it reads and of those it runs again
+    too. `sum_s` per micro-batch to add up gradients, and `reduce_s` to reduce them where that is
+    not left to the last. `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that
+    runs beside the last backward.
     """
 
     held: StateBytes
@@ -82,6 +83,7 @@ class StateCost:
     gathers: tuple[tuple[Ref, float, bool], ...]
     sync_s: float
     optimizer_s: float
+    again_shares: tuple[float, float] = (1.0, 1.0)
     early_s: float = 0.0
     sum_s: float = 0.0
     reduce_s: float = 0.0
@@ -93,7 +95,11 @@ class StateCost:
 
     def gather_again_s(self, read: Collection[Ref]) -> float:
         """Seconds to gather those that the backward reads, or what it runs again (`read`)."""
-        return sum(once_s for ref, once_s, kept in self.gathers if kept or ref in read)
+        return sum(
+            self.again_shares[ref in read] * once_s
+            for ref, once_s, kept in self.gathers
+            if kept or ref in read
+        )
 
     @property
     def transient_bytes(self) -> int:
@@ -215,6 +221,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         gathered_bytes=gathered,
         unreduced_bytes=unreduced,
         gathers=tuple(gathers),
+        again_shares=again_shares(setting, grid),
         sync_s=seconds["sync"],
         early_s=seconds["early"],
         reduce_s=seconds["reduce"],
@@ -223,9 +230,12 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
     )
 
 
-def gathered_share(setting: Setting, grid: Grid) -> float:
-    """The part of the weights at ZeRO level 3 that every pass gathers anew."""
-    return setting.execution.gathered_share(setting.num_parameters / (grid.pipeline * grid.tensor))
+def again_shares(setting: Setting, grid: Grid) -> tuple[float, float]:
+    """The part of the weights at ZeRO level 3 that a backward gathers anew, of those that it alone
+    reads and of those that it also runs again."""
+    parameters = setting.num_parameters / (grid.pipeline * grid.tensor)
+    alone, again = (setting.execution.regathered_share(parameters, uses) for uses in (2, 3))
+    return alone, again
 
 
 def sync_kinds(setting: Setting, level: int, op: CollectiveOp) -> tuple[str, ...]:
@@ -338,13 +348,12 @@ def gather_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) 
     """Seconds to gather a weight that lies in shards, by itself or with others of a block."""
     flat, nbytes = pricer.setting.execution.flat, pricer.prices(grid).local_bytes(ref, state.layout)
     found = gather_collectives(pricer, grid, ref, state)
-    whole_s = sum(
+    return sum(
         bucket_share_s(pricer, grid, each, state.level, nbytes)
         if flat
         else pricer.joined_s(grid, *each)
         for each in found
     )
-    return gathered_share(pricer.setting, grid) * whole_s
 
 
 def least_state_bytes(pricer: Pricer, grid: Grid) -> float:

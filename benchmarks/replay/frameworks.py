@@ -34,8 +34,10 @@ NANOTRON_HOST_S = float(
 )
 """Seconds of the host to start a kernel, fitted to runs on one node: `benchmarks/calibrate.py`."""
 
-DEEPSPEED_LIVE = 1e9
-"""stage3_max_live_parameters of DeepSpeed, as it is by default (DeepSpeed configuration JSON)."""
+DEEPSPEED_REUSE = 1e9
+"""stage3_max_reuse_distance of DeepSpeed, as it is by default (DeepSpeed configuration JSON): a
+weight is released after a module unless modules ahead in the same micro-batch use it before so many
+parameters (deepspeed/runtime/zero/partitioned_param_coordinator.py)."""
 
 WRITTEN_OUT, FLASH_1, FLASH_2, BEST = "written out", "flash 1", "flash 2", "best"
 
@@ -138,7 +140,7 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         "DeepSpeed",
         Framework(
             dropout=0.1,
-            execution=Execution(live_parameters=DEEPSPEED_LIVE, **_FSDP, **_FUSED),
+            execution=Execution(reuse_parameters=DEEPSPEED_REUSE, **_FSDP, **_FUSED),
             why="ZeRO levels 2 and 3 reduce the gradients of every micro-batch",
         ),
     ),

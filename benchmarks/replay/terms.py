@@ -25,8 +25,8 @@ from autopar.search.pricer import Pricer
 from autopar.search.stages import Staged, boundary_bytes
 from autopar.search.state import (
     accumulation_bytes,
+    again_shares,
     gather_collectives,
-    gathered_share,
     optimizer_bytes,
     sync_collectives,
     sync_kinds,
@@ -191,7 +191,7 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
     }
     moved = summed = 0.0
 
-    share = gathered_share(pricer.setting, grid)
+    shares = again_shares(pricer.setting, grid)
 
     def add(
         name: str, collectives: Iterable[StateCollective], parts: float, share: float = 1.0
@@ -207,9 +207,9 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
         gathers = gather_collectives(pricer, grid, ref, own)
         together = bucket_parts(pricer, grid, CollectiveOp.ALL_GATHER, own.level, nbytes)
         parts = together if pricer.setting.execution.flat else 1.0
-        add("gather", gathers, parts, share)
+        add("gather", gathers, parts)
         if ref in pricer.kept_parameters(block) or ref in option.again.weights:
-            add("gather_again", gathers, parts, share)
+            add("gather_again", gathers, parts, shares[ref in option.again.weights])
         if source.trainable:
             for each in sync_collectives(pricer, grid, ref, own):
                 parts = bucket_parts(pricer, grid, each[0], own.level, nbytes)

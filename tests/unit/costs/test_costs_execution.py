@@ -22,8 +22,9 @@ def test_all_but_one_part_of_what_tensor_ranks_move_hides():
     assert beside.hidden_tensor_s(3.0, 2.0, 4, 1.0) == pytest.approx(2 * 0.75)
 
 
-def test_what_stays_whole_is_not_gathered_again():
-    assert Execution().gathered_share(1e9) == 1
-    live = Execution(live_parameters=1e9)
-    assert live.gathered_share(4e9) == 0.75
-    assert live.gathered_share(5e8) == 0
+def test_what_stays_whole_until_its_next_use_is_not_gathered_again():
+    assert Execution().regathered_share(1e9, 2) == 1
+    kept = Execution(reuse_parameters=1e9)
+    assert kept.regathered_share(2e9, 2) == 0.75
+    assert kept.regathered_share(2e9, 3) == pytest.approx(5 / 6)
+    assert kept.regathered_share(3e8, 3) == 0
