@@ -38,7 +38,7 @@ from replay.terms import terms
 
 from autopar.costs.calibration import CHIPS, PATH, EfficiencyCurve, curve_of, kernels_of
 from autopar.errors import AutoparError
-from autopar.search.make import predicted
+from autopar.search.simulated import predicted
 
 BOUNDS: Mapping[str, tuple[float, float]] = {"sustained": (0.5, 1.0), "narrow": (0.6, 1.0)}
 """What is fitted, and between what: `narrow` to runs whose products are of 8 bits, and where there

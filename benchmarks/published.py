@@ -37,7 +37,7 @@ from replay.split import part
 
 from autopar.errors import AutoparError
 from autopar.plan.text import columns
-from autopar.search.make import predicted
+from autopar.search.simulated import predicted
 
 TIMED, REPEATS = "pr-05580", 200
 DATA = Path(__file__).parent / "data" / "runs.jsonl"

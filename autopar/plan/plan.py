@@ -203,10 +203,11 @@ class Candidate:
 class Certificate:
     """How good the plan is known to be, over the space the search covers.
 
-    `gap` is proven, for the closed form that the search ranks by: how far its figure of the plan is
-    above a lower bound of that of every plan. `objective_s` and `bound_s` are those two, both in
-    the same proportion lower where the simulated step is shorter than the closed form, as are the
-    runners-up: no bound is above the step that is reported. `space` says what was searched.
+    `gap` is proven, for the closed form that the search ranks by: how far the least that it found
+    is above a lower bound of that of every plan. `objective_s` and `bound_s` are those two, both in
+    the same proportion lower where the simulated step is shorter: no bound is above the step that
+    is reported. The plan is the one of those solved that takes the least when simulated, and so are
+    `runners_up` ranked. `space` says what was searched.
     """
 
     status: str

@@ -168,7 +168,7 @@ def certificate_text(certificate: Certificate) -> str:
 
 def runners_up_text(plan: Plan) -> str:
     """The grids that came next, each with what the search says of it."""
-    header = ("pipeline", "mesh", "micro-batch", "schedule", "objective", "peak", "  lost by")
+    header = ("pipeline", "mesh", "micro-batch", "schedule", "step", "peak", "  lost by")
     rows = [_candidate(candidate) for candidate in plan.certificate.runners_up]
     return left_last(header, rows, left=0) if rows else ""
 

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from autopar.costs.optimizer_state import optimizer_note
 from autopar.costs.profiles import Profile
 from autopar.errors import InputError
 from autopar.plan.fingerprint import fingerprint
-from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import (
     Certificate,
     PinPrice,
     Plan,
-    Prediction,
-    StagePlan,
-    Terms,
     Training,
 )
-from autopar.plan.simulated import simulate_stages
 from autopar.plan.text import percent
 from autopar.rules import has_rule
-from autopar.schedules.step import Step
-from autopar.search.assemble import stage_plans
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
@@ -32,12 +24,11 @@ from autopar.search.planner import PATIENCE, Found, Planner, Progress
 from autopar.search.pricer import BlockCost
 from autopar.search.runners_up import runners_up
 from autopar.search.setting import Setting
-from autopar.search.stages import Staged
+from autopar.search.simulated import Simulated, Simulator, block_costs, predicted
 from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
 _UNMEASURED = 5
-_BUSY = ("forward", "backward", "gradient_sync", "tied_sync", "optimizer", "weight_gather")
 
 
 def fastest_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
@@ -65,10 +56,10 @@ def check_backend(name: str) -> None:
 
 
 def _plan(planner: Planner, found: Found) -> Plan:
-    setting, staged = planner.setting, found.best
-    grid = staged.grid
-    variants, stages = stage_plans(planner.pricer, staged)
-    prediction = predict(setting, staged, stages)
+    setting, simulator = planner.setting, Simulator(planner=planner)
+    planner.progress("simulating the best grids", None)
+    best = simulator.fastest(found)
+    grid, prediction = best.staged.grid, best.prediction
     return Plan(
         model=fingerprint(setting.graph, setting.name),
         cluster=setting.cluster,
@@ -83,86 +74,27 @@ def _plan(planner: Planner, found: Found) -> Plan:
         axes=grid.mesh,
         chunks=grid.chunks,
         schedule=grid.schedule,
-        variants=variants,
-        stages=stages,
+        variants=best.variants,
+        stages=best.stages,
         collectives=(),
         prediction=prediction,
-        certificate=_certificate(planner, found, prediction),
+        certificate=_certificate(simulator, found, best),
         notes=(
             *_schedule_notes(grid),
             *_notes(setting),
-            *_profile_notes(setting.profile, _costs(staged)),
+            *_profile_notes(setting.profile, block_costs(best.staged)),
         ),
     )
 
 
-def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Prediction:
-    """The simulated step of the plan's own action lists, gradient sums and updates."""
-    grid = staged.grid
-    step = simulate_stages(
-        stages,
-        grid.pipe.build(),
-        grid.mesh,
-        setting.cluster,
-        hides_messages=setting.execution.hides_messages,
-    )
-    groups = rank_groups(stages)
-    peaks = [ranks_peak_bytes(group) for group in groups]
-    costs = _costs(staged)
-    return Prediction(
-        step_s=step.step_s,
-        samples_per_s=setting.global_batch / step.step_s,
-        bubble_fraction=step.bubble_fraction,
-        peak_bytes=max(peaks),
-        peak_stage=groups[peaks.index(max(peaks))][0].index,
-        time_s=_slowest(grid, step, stages, groups),
-        measured_ops=sum(cost.measured_ops for cost in costs),
-        interpolated_ops=sum(cost.interpolated_ops for cost in costs),
-        priced_ops=sum(cost.priced_ops for cost in costs),
-        hides_messages=setting.execution.hides_messages,
-    )
-
-
-def _slowest(
-    grid: Grid, step: Step, stages: Sequence[StagePlan], groups: Sequence[Sequence[StagePlan]]
-) -> Terms:
-    """Where the step of the rank that ends last goes."""
-    slowest = groups[max(range(len(groups)), key=lambda rank: step.meet_s[rank])]
-    terms = [dict(stage.time_s) for stage in stages]
-    runs = {"forward": grid.micro_batches, "backward": grid.micro_batches}
-    often = 1 if grid.pipe.flushes else grid.micro_batches
-    busy = {
-        name: runs.get(name, often) * sum(terms[stage.index].get(name, 0.0) for stage in slowest)
-        for name in _BUSY
-    }
-    busy["waiting"] = max(0.0, step.step_s - sum(busy.values()))
-    return tuple(busy.items())
-
-
-def predicted(planner: Planner, found: Found) -> Prediction:
-    """What the best plan of a search is predicted to take, without the plan."""
-    return _predicted(planner, found.best)
-
-
-def _predicted(planner: Planner, staged: Staged) -> Prediction:
-    _, stages = stage_plans(planner.pricer, staged)
-    return predict(planner.setting, staged, stages)
-
-
-def _costs(staged: Staged) -> list[BlockCost]:
-    """The cost of every block as it is run."""
-    chosen = zip(staged.problem.blocks, staged.solution.options, strict=True)
-    return [staged.options[kind][option].cost for kind, option in chosen]
-
-
-def _certificate(planner: Planner, found: Found, prediction: Prediction) -> Certificate:
+def _certificate(simulator: Simulator, found: Found, best: Simulated) -> Certificate:
     """The search proves its gap in the closed form that it ranks by.
 
-    Where events take less than the closed form says, all of it is stated in the same proportion
-    lower, so that neither objective nor bound is above the step that is reported.
+    Where events take less than the closed form says, both of its figures are stated in the same
+    proportion lower, so that neither is above the step that is reported.
     """
-    setting, ranked_s = planner.setting, found.best.solution.objective
-    scale = min(1.0, prediction.step_s / ranked_s) if ranked_s else 1.0
+    setting, ranked_s = simulator.planner.setting, found.best.solution.objective
+    scale = min(1.0, best.prediction.step_s / ranked_s) if ranked_s else 1.0
     objective = scale * ranked_s
     bound = min(scale * found.bound_s, objective)
     solved = len({staged.grid for staged in (*found.solved, *found.unfit)})
@@ -184,7 +116,7 @@ def _certificate(planner: Planner, found: Found, prediction: Prediction) -> Cert
         solved=solved,
         pruned=found.total - solved - found.unsolved,
         space=space_text(setting),
-        runners_up=runners_up(found, prediction, setting.top, partial(_predicted, planner), scale),
+        runners_up=runners_up(found, best, simulator, scale),
     )
 
 

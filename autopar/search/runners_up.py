@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
-from autopar.plan.plan import Candidate, Prediction
+from autopar.plan.plan import Candidate
 from autopar.plan.text import amount, duration
 from autopar.search.planner import Found
+from autopar.search.simulated import Simulated, Simulator
 from autopar.search.stages import Staged
 from solvers.partition import lower_bound
 from solvers.solution import Status
@@ -18,39 +19,35 @@ SHOWN = 5
 
 _PLENTY_BYTES = 2.0**80
 
-Predict = Callable[[Staged], Prediction]
-
 
 def runners_up(
-    found: Found, best: Prediction, top: int | None, predict: Predict, scale: float = 1.0
+    found: Found, best: Simulated, simulator: Simulator, scale: float = 1.0
 ) -> tuple[Candidate, ...]:
-    """The next `top` techniques after the `best`, each by its best grid, in the order of their step
-    times.
+    """The next `top` techniques after the `best`, each by its best grid, in the order of their
+    simulated steps.
 
     A grid that differs in its micro-batch alone is no other technique. One that does not fit stands
-    where its bound would place it, if that is before the last of those that fit. Times are stated
-    times `scale`, as the certificate states those of the best.
+    where its bound would place it, if that is before the last of those that fit; bounds are stated
+    times `scale`, as the certificate states its own.
     """
+    top = simulator.planner.setting.top
     count = SHOWN if top is None else top
     solved = _of_techniques(found.solved, lambda staged: staged.solution.objective)
-    solved.pop(found.best.grid.technique, None)
+    solved.pop(best.staged.grid.technique, None)
     missed = [staged for staged in found.unfit if staged.solution.status is Status.INFEASIBLE]
     unfit = _of_techniques(missed, _least_s)
     known = {staged.grid.technique for staged in found.solved}
-    last_s = sorted(time_s for time_s, _ in solved.values())[:count]
-    ranked = [(time_s, 0, staged) for time_s, staged in solved.values()]
+    next_best = sorted(solved.values(), key=lambda item: item[0])[:count]
+    simulated = map(simulator.of, (staged for _, staged in next_best))
+    ranked = [(own.prediction.step_s, _slower(own, best)) for own in simulated]
+    last_s = max(step_s for step_s, _ in ranked) if len(ranked) == count else inf
     ranked += [
-        (time_s, 1, staged)
+        (scale * time_s, _too_large(staged, scale * time_s))
         for technique, (time_s, staged) in unfit.items()
-        if technique not in known and (len(last_s) < count or time_s < last_s[-1])
+        if technique not in known and scale * time_s < last_s
     ]
-    ranked.sort(key=lambda item: item[:2])
-    return tuple(
-        _too_large(staged, scale * time_s)
-        if lacks
-        else _slower(staged, found.best, predict(staged), best, scale)
-        for time_s, lacks, staged in ranked[:count]
-    )
+    ranked.sort(key=lambda item: item[0])
+    return tuple(candidate for _, candidate in ranked[:count])
 
 
 def _of_techniques(
@@ -71,22 +68,20 @@ def _least_s(staged: Staged) -> float:
     return lower_bound(replace(staged.problem, capacity_bytes=plenty))
 
 
-def _slower(
-    staged: Staged, best: Staged, prediction: Prediction, chosen: Prediction, scale: float
-) -> Candidate:
+def _slower(own: Simulated, best: Simulated) -> Candidate:
     """A candidate that fits, with the term of the step in which it loses most."""
-    objective, best_s = staged.solution.objective, best.solution.objective
-    before = dict(chosen.time_s)
+    step_s, best_s = own.prediction.step_s, best.prediction.step_s
+    before = dict(best.prediction.time_s)
     name, more_s = max(
-        ((name, time_s - before.get(name, 0.0)) for name, time_s in prediction.time_s),
+        ((name, time_s - before.get(name, 0.0)) for name, time_s in own.prediction.time_s),
         key=lambda term: term[1],
     )
     why = f": {name.replace('_', ' ')} +{duration(more_s)}" if more_s > 0 else ""
     return _candidate(
-        staged,
-        step_s=scale * objective,
-        peak_bytes=prediction.peak_bytes,
-        verdict=f"{objective / best_s - 1:+.1%} step time{why}",
+        own.staged,
+        step_s=step_s,
+        peak_bytes=own.prediction.peak_bytes,
+        verdict=f"{step_s / best_s - 1:+.1%} step time{why}",
     )
 
 

@@ -18,7 +18,7 @@ from replay.terms import terms
 from autopar.capture import capture, find_blocks
 from autopar.capture.chain import check_chain
 from autopar.costs.calibration import curve_of
-from autopar.search.make import predicted
+from autopar.search.simulated import predicted
 
 SMALL = Architecture(
     hidden=512,

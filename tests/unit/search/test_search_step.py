@@ -25,10 +25,10 @@ from autopar.plan.simulated import simulate_plan
 from autopar.schedules.registry import SCHEDULES
 from autopar.search import make_plan
 from autopar.search.assemble import stage_plans
-from autopar.search.make import predict
 from autopar.search.pins import parse_pins
 from autopar.search.planner import Planner
 from autopar.search.setting import Setting
+from autopar.search.simulated import predict
 
 LAYERS, HIDDEN = 8, 256
 
