@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +91,22 @@ class Core:
     def choices(self, local: dict[int, int], count: int) -> tuple[int, ...]:
         """Original options for all `count` nodes from the local ones of the nodes left."""
         chosen = {node: int(self.options[node][index]) for node, index in local.items()}
-        for step in reversed(self.eliminated):
-            at = tuple(
-                int(np.searchsorted(options, chosen[node]))
-                for node, options in zip(step.neighbours, step.neighbour_options, strict=True)
-            )
-            chosen[step.node] = int(step.options[step.best[at]])
-        return tuple(chosen[node] for node in range(count))
+        return decoded(self.eliminated, chosen, count)
+
+
+def decoded(
+    eliminated: Sequence[Eliminated], chosen: Mapping[int, int], count: int
+) -> tuple[int, ...]:
+    """Original options for all `count` nodes from those `chosen` for the nodes left after the steps
+    that `eliminated` the others."""
+    known = dict(chosen)
+    for step in reversed(eliminated):
+        at = tuple(
+            int(np.searchsorted(options, known[node]))
+            for node, options in zip(step.neighbours, step.neighbour_options, strict=True)
+        )
+        known[step.node] = int(step.options[step.best[at]])
+    return tuple(known[node] for node in range(count))
 
 
 def build_core(problem: ChoiceProblem) -> Core:
@@ -152,3 +162,17 @@ def drop_forbidden(core: Core, nodes: Iterable[int] | None = None) -> set[int]:
             pending.extend(core.edges[node])
             changed.add(node)
     return changed
+
+
+def distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
+    """The index of the first of each distinct row, and which of these every row is."""
+    seen: dict[bytes, int] = {}
+    first: list[int] = []
+    kind = np.empty(len(rows), dtype=np.intp)
+    for index, row in enumerate(rows):
+        key = row.tobytes()
+        if key not in seen:
+            seen[key] = len(first)
+            first.append(index)
+        kind[index] = seen[key]
+    return first, kind

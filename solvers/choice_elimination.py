@@ -11,17 +11,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.choice_core import Core, Eliminated, Factor, Infeasible, drop_forbidden
+from solvers.choice_core import Core, Eliminated, Factor, Infeasible, distinct, drop_forbidden
 from solvers.choice_problem import Array
 
 _PAIRWISE_DEGREE = 2
 _MAX_WORK = 1e8
 _MAX_TABLE = 4e6
+_WORTH_MERGING = 2e4
+_AT_ONCE = 2**20
 
 
 def eliminate_pairwise(core: Core, limited: set[int]) -> set[int]:
@@ -64,8 +66,17 @@ def _eliminate_node(core: Core, node: int) -> None:
     matrices = [core.edges[node][other] for other in neighbours]
     least, best = minimise(core.costs[node], matrices)
     pairs = ((node, other) for other in neighbours)
-    factors = [((node,), core.costs[node]), *zip(pairs, matrices, strict=True)]
-    _record(core, node, neighbours, best, factors)
+    factors: list[Factor] = [((node,), core.costs[node]), *zip(pairs, matrices, strict=True)]
+    core.eliminated.append(
+        Eliminated(
+            node=node,
+            options=core.options[node],
+            neighbours=neighbours,
+            neighbour_options=tuple(core.options[other] for other in neighbours),
+            best=best,
+            factors=tuple(factors),
+        )
+    )
     _remove(core, node)
     if not neighbours:
         core.constant += float(least)
@@ -78,40 +89,66 @@ def _eliminate_node(core: Core, node: int) -> None:
 
 
 def minimise(cost: Array, matrices: Sequence[Array]) -> tuple[Array, NDArray[np.intp]]:
-    """min and argmin over i of cost[i] + matrices[0][i, j0] + matrices[1][i, j1] + ..., [j0, ...].
+    """min and argmin over i of cost[i] + matrices[0][i, j0] + matrices[1][i, j1] + ..., by j."""
+    around = tuple(range(1, len(matrices) + 1))
+    factors: list[Factor] = [((0,), cost)]
+    factors += [((0, other), matrix) for other, matrix in zip(around, matrices, strict=True)]
+    return minimise_factors(0, around, factors)
 
-    One option at a time, so that no table with a dim for i is made.
+
+def minimise_factors(
+    node: int, around: tuple[int, ...], factors: Sequence[Factor]
+) -> tuple[Array, NDArray[np.intp]]:
+    """min and argmin over the options of `node` of the sum of its factors, as tables over `around`.
+
+    Options of a neighbour that all factors take alike share their entries, which are computed once.
     """
-    shape = tuple(matrix.shape[1] for matrix in matrices)
-    least = np.full(shape, np.inf)
-    best = np.zeros(shape, dtype=np.intp)
-    for i, own in enumerate(cost):
-        total = np.asarray(own)
-        for matrix in matrices:
-            total = total[..., None] + matrix[i]
-        better = total < least
-        least = np.where(better, total, least)
-        best = np.where(better, i, best)
+    parts = [_node_first(node, around, factor) for factor in factors]
+    sizes = [max(part.shape[axis] for part in parts) for axis in range(1, len(around) + 1)]
+    if len(parts[0]) * math.prod(sizes) < _WORTH_MERGING:
+        return _minimise_parts(parts, sizes)
+    kinds = []
+    for axis in range(len(around)):
+        first, kind = _alike(parts, axis + 1, sizes[axis])
+        if len(first) < sizes[axis]:
+            parts = [
+                part if part.shape[axis + 1] == 1 else part.take(first, axis=axis + 1)
+                for part in parts
+            ]
+        sizes[axis] = len(first)
+        kinds.append(kind)
+    least, best = _minimise_parts(parts, sizes)
+    at = np.ix_(*kinds)
+    return least[at], best[at]
+
+
+def _alike(parts: Sequence[Array], axis: int, size: int) -> tuple[list[int], NDArray[np.intp]]:
+    """Options of a neighbour, by their axis, that all parts take alike: the first of each kind, and
+    the kind of each."""
+    rows = [
+        np.moveaxis(part, axis, 0).reshape(size, -1) for part in parts if part.shape[axis] == size
+    ]
+    return distinct(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1))
+
+
+def _minimise_parts(parts: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, NDArray[np.intp]]:
+    if len(parts[0]) * math.prod(sizes) <= _AT_ONCE:
+        whole = np.zeros((*sizes, len(parts[0])))
+        for part in parts:
+            whole += np.moveaxis(part, 0, -1)
+        at = whole.argmin(axis=-1)
+        return np.take_along_axis(whole, at[..., None], axis=-1)[..., 0], at
+    # One option at a time, so that no table with a dim for it is made.
+    least, best = np.full(sizes, np.inf), np.zeros(sizes, dtype=np.intp)
+    total, better = np.empty(sizes), np.empty(sizes, dtype=bool)
+    for i in range(len(parts[0])):
+        total[...] = parts[0][i]
+        for part in parts[1:]:
+            total += part[i]
+        np.less(total, least, out=better)
+        np.minimum(total, least, out=least)
+        np.putmask(best, better, i)
     return least, best
-
-
-def _record(
-    core: Core,
-    node: int,
-    neighbours: tuple[int, ...],
-    best: NDArray[np.intp],
-    factors: Sequence[Factor],
-) -> None:
-    core.eliminated.append(
-        Eliminated(
-            node=node,
-            options=core.options[node],
-            neighbours=neighbours,
-            neighbour_options=tuple(core.options[other] for other in neighbours),
-            best=best,
-            factors=tuple(factors),
-        )
-    )
 
 
 def _remove(core: Core, node: int) -> None:
@@ -124,7 +161,7 @@ def eliminate_components(core: Core, limited: set[int]) -> None:
     """Solve each component that no capacity touches, where its tables stay small."""
     for component in _components(core):
         if component.isdisjoint(limited):
-            order = _elimination_order(core, component)
+            order = elimination_order(core, component)
             if order is not None:
                 _eliminate_component(core, order)
 
@@ -145,16 +182,19 @@ def _components(core: Core) -> list[set[int]]:
     return components
 
 
-def _elimination_order(core: Core, component: set[int]) -> list[int] | None:
-    """Greedy: the smallest table next. None where a table would be too large."""
-    size = {node: len(core.options[node]) for node in component}
-    links = {node: set(core.edges[node]) for node in component}
+def elimination_order(
+    core: Core, nodes: Collection[int], last: Collection[int] = ()
+) -> list[int] | None:
+    """Greedy: the smallest table next, those of the nodes in `last` after all others. None where a
+    table would be too large."""
+    size = {node: len(core.options[node]) for node in nodes}
+    links = {node: set(core.edges[node]) for node in nodes}
     table = {node: math.prod(size[m] for m in around) for node, around in links.items()}
-    heap = [(entries, node) for node, entries in table.items()]
+    heap = [(node in last, entries, node) for node, entries in table.items()]
     heapq.heapify(heap)
     order: list[int] = []
     while heap:
-        entries, node = heapq.heappop(heap)
+        _, entries, node = heapq.heappop(heap)
         if node not in links or entries != table[node]:
             continue
         if entries * size[node] > _MAX_WORK or entries > _MAX_TABLE:
@@ -164,48 +204,57 @@ def _elimination_order(core: Core, component: set[int]) -> list[int] | None:
             links[other] |= around - {other}
             links[other].discard(node)
             table[other] = math.prod(size[m] for m in links[other])
-            heapq.heappush(heap, (table[other], other))
+            heapq.heappush(heap, (other in last, table[other], other))
         order.append(node)
     return order
 
 
 def _eliminate_component(core: Core, order: list[int]) -> None:
-    factors: list[Factor] = [((node,), core.costs[node]) for node in order]
-    for node in order:
-        factors += [((node, m), cost) for m, cost in core.edges[node].items() if node < m]
-    size = {node: len(core.options[node]) for node in order}
-    for node in order:
-        mine = [factor for factor in factors if node in factor[0]]
-        factors = [factor for factor in factors if node not in factor[0]]
-        around = tuple(sorted(set(itertools.chain(*(nodes for nodes, _ in mine))) - {node}))
-        least, best = _minimise_factors(node, around, mine, size)
-        _record(core, node, around, best, mine)
-        if around:
-            factors.append((around, least))
-        elif np.isfinite(least):
-            core.constant += float(least)
-        else:
-            raise Infeasible(f"the pairs around node {node}")
+    steps, _, constant = eliminate_factors(factors_of(core, order), order, core.options)
+    core.eliminated += steps
+    core.constant += constant
     for node in order:
         _remove(core, node)
 
 
-def _minimise_factors(
-    node: int, around: tuple[int, ...], factors: list[Factor], size: dict[int, int]
-) -> tuple[Array, NDArray[np.intp]]:
-    """min and argmin over the node of the sum of its factors, as tables over `around`."""
-    shape = tuple(size[other] for other in around)
-    parts = [_node_first(node, around, factor) for factor in factors]
-    least, best = np.full(shape, np.inf), np.zeros(shape, dtype=np.intp)
-    total, better = np.empty(shape), np.empty(shape, dtype=bool)
-    for i in range(size[node]):
-        total[...] = parts[0][i]
-        for part in parts[1:]:
-            total += part[i]
-        np.less(total, least, out=better)
-        np.minimum(total, least, out=least)
-        np.putmask(best, better, i)
-    return least, best
+def factors_of(core: Core, nodes: Sequence[int]) -> list[Factor]:
+    """The costs of nodes and of the edges between them."""
+    factors: list[Factor] = [((node,), core.costs[node]) for node in nodes]
+    for node in nodes:
+        factors += [((node, m), cost) for m, cost in core.edges[node].items() if node < m]
+    return factors
+
+
+def eliminate_factors(
+    factors: Sequence[Factor], order: Sequence[int], options: Mapping[int, NDArray[np.intp]]
+) -> tuple[list[Eliminated], list[Factor], float]:
+    """Minimise out the nodes in `order`, of which `options` has the original indices.
+
+    The steps, the factors that are left and what is settled. Raises Infeasible.
+    """
+    left, steps, constant = list(factors), [], 0.0
+    for node in order:
+        mine = [factor for factor in left if node in factor[0]]
+        left = [factor for factor in left if node not in factor[0]]
+        around = tuple(sorted(set(itertools.chain(*(nodes for nodes, _ in mine))) - {node}))
+        least, best = minimise_factors(node, around, mine)
+        steps.append(
+            Eliminated(
+                node=node,
+                options=options[node],
+                neighbours=around,
+                neighbour_options=tuple(options[other] for other in around),
+                best=best,
+                factors=tuple(mine),
+            )
+        )
+        if around:
+            left.append((around, least))
+        elif np.isfinite(least):
+            constant += float(least)
+        else:
+            raise Infeasible(f"the pairs around node {node}")
+    return steps, left, constant
 
 
 def _node_first(node: int, around: tuple[int, ...], factor: Factor) -> Array:

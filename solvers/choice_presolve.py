@@ -14,12 +14,12 @@ Each step keeps at least one optimal solution:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.choice_core import Core, CoreCapacity, Infeasible, drop_forbidden
+from solvers.choice_core import Core, CoreCapacity, Infeasible, distinct, drop_forbidden
 from solvers.choice_elimination import eliminate_components, eliminate_pairwise
 from solvers.choice_problem import Array
 from solvers.solution import CAPACITY_TOLERANCE
@@ -35,19 +35,31 @@ def reduce_core(core: Core, *, soft: bool = False) -> None:
     With `soft` capacities (exceeding them is what is minimised, costs are 0) nothing is dropped
     for not fitting; every other reduction stays exact, as less usage is never worse.
     """
+    _reduce(core, lambda: _tighten_capacities(core, soft=soft))
+    eliminate_components(core, core.limited())
+
+
+def reduce_open(core: Core, fixed: Collection[int]) -> None:
+    """Apply the reductions that hold whatever is added to the costs of nodes: any costs to those
+    in `fixed`, to others a price from 0 for their usage of each capacity, which has no limit."""
+    _reduce(core, set, frozenset(fixed))
+
+
+def _reduce(
+    core: Core, tighten: Callable[[], set[int]], fixed: frozenset[int] = frozenset()
+) -> None:
     drop_forbidden(core)
     pending = set(core.costs)
     while pending:
-        pending |= _tighten_capacities(core, soft=soft)
-        pending |= eliminate_pairwise(core, core.limited())
+        pending |= tighten()
+        pending |= eliminate_pairwise(core, core.limited() | fixed)
         dropped = set()
         limited = core.limited()
-        for node in sorted(pending & set(core.costs)):
+        for node in sorted((pending & set(core.costs)) - fixed):
             if _drop_dominated(core, node, limited):
                 dropped.add(node)
         around = {other for node in dropped for other in core.edges[node]}
         pending = dropped | around | drop_forbidden(core, around)
-    eliminate_components(core, core.limited())
 
 
 def _tighten_capacities(core: Core, *, soft: bool) -> set[int]:
@@ -151,7 +163,7 @@ def _replaceable(core: Core, node: int, limited: set[int]) -> NDArray[np.bool_]:
     for matrix in core.edges[node].values():
         partners = np.isfinite(matrix)
         if not partners.all():
-            first, kind = _distinct(partners)
+            first, kind = distinct(partners)
             rows = partners[first].astype(np.float32)
             lacking = (1 - rows) @ rows.T > 0
             possible &= ~lacking[np.ix_(kind, kind)]
@@ -168,9 +180,9 @@ def _worst_change(matrix: Array, instead: NDArray[np.intp], of: NDArray[np.intp]
 
     Options that look alike to a neighbour have the same row, so few rows and columns differ.
     """
-    first, kind = _distinct(matrix)
+    first, kind = distinct(matrix)
     rows = matrix[first]
-    columns, _ = _distinct(rows.T)
+    columns, _ = distinct(rows.T)
     rows = rows[:, columns]
     pairs, at = np.unique(kind[instead] * len(first) + kind[of], return_inverse=True)
     j, i = np.divmod(pairs, len(first))
@@ -182,17 +194,3 @@ def _worst_change(matrix: Array, instead: NDArray[np.intp], of: NDArray[np.intp]
         change = rows[j[some]] - np.where(held, mine, 0.0)
         worst[some] = np.where(held, change, -np.inf).max(axis=1)
     return worst[at]
-
-
-def _distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
-    """The index of the first of each distinct row, and which of these every row is."""
-    seen: dict[bytes, int] = {}
-    first: list[int] = []
-    kind = np.empty(len(rows), dtype=np.intp)
-    for index, row in enumerate(rows):
-        key = row.tobytes()
-        if key not in seen:
-            seen[key] = len(first)
-            first.append(index)
-        kind[index] = seen[key]
-    return first, kind

@@ -135,8 +135,10 @@ class PartitionProblem:
 
     def rank_stages(self) -> list[list[int]]:
         """The stages of every rank that has any, by rank."""
-        ranks = sorted(set(self.stage_rank))
-        return [[k for k, r in enumerate(self.stage_rank) if r == rank] for rank in ranks]
+        held: dict[int, list[int]] = {}
+        for stage, rank in enumerate(self.stage_rank):
+            held.setdefault(rank, []).append(stage)
+        return [held[rank] for rank in sorted(held)]
 
     def scaled(self) -> PartitionProblem:
         """The same problem with times that have `sum_weight` in them, of which it then is 1."""

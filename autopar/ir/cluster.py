@@ -110,6 +110,17 @@ class Cluster:
             return Cluster(groups=(group,), links=group.links), first
         return self, 0
 
+    def counts(self, ranks: range) -> list[tuple[int, int]]:
+        """Of ranks in even steps, the first in every device group that has any, and how many."""
+        found, start = [], 0
+        for group in self.groups:
+            end = start + group.num_devices
+            first = max(0, -(-(start - ranks.start) // ranks.step))
+            own = ranks[first : max(first, -(-(end - ranks.start) // ranks.step))]
+            found += [(own[0], len(own))] if own else []
+            start = end
+        return found
+
     @property
     def slowdown(self) -> float:
         """How many times as long compute takes where all devices compute, against one alone."""

@@ -113,7 +113,7 @@ def stage_terms(
         ("update", float(updates * memory.update_bytes)),
         (
             "communication",
-            float(once * message_bytes(pricer, grid, grid.pipe.placement[stage])),
+            float(once * message_bytes(pricer, grid)[grid.pipe.placement[stage]]),
         ),
         *((name, float(once * nbytes)) for name, nbytes in reserve),
     )
@@ -273,7 +273,7 @@ def stage_plans(
                 communication_s=seconds.communication_s,
                 held_bytes=tuple(asdict(memory[index]).items()),
                 memory_bytes=terms[index],
-                memory_limit_bytes=min(pricer.setting.memory_bytes(rank) for rank in ranks),
+                memory_limit_bytes=pricer.setting.least_memory_bytes(ranks),
                 in_flight=most[index],
                 collectives=(),
             )

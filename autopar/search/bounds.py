@@ -14,7 +14,6 @@ from autopar.search.home import Home
 from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
-from autopar.search.sharding import Sharding, ShardingProblem
 from autopar.search.state import least_state_bytes
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
 
@@ -33,7 +32,6 @@ class Bounds:
     """Bounds the grids of one setting, remembering the shardings they rest on."""
 
     problems: ShardingProblems
-    _fast: dict[ShardingProblem, Sharding | None] = field(default_factory=dict)
     _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -96,14 +94,11 @@ class Bounds:
         """The shares of forwards and of weight gradients in the work of all blocks."""
         if grid.base not in self._shares:
             chain, home = self.pricer.setting.chain, self.pricer.homes(grid)[0]
-            pricer = self.pricer.at(home)
             forward_s = weight_s = total_s = 0.0
             for block_class in chain.classes:
-                solved = self._fastest_sharding(block_class.index, grid, home)
-                if solved is None:
+                cost = self.problems.at(home).fastest_passes(grid, block_class.index)
+                if cost is None:
                     continue
-                block = chain.representative(block_class.index)
-                cost = pricer.cost(block, solved.choices, dict(solved.parameters), grid)
                 count = len(block_class.members)
                 forward_s += count * cost.forward_s
                 weight_s += count * cost.weight_s
@@ -157,25 +152,18 @@ class Bounds:
         """Bytes beyond its `capacity` (or all that it holds) that some rank needs for state alone,
         which no layout of it is below."""
         setting = self.pricer.setting
-        ranks = [place * grid.stage_devices for place in range(grid.pipeline)]
+        ranks = range(0, grid.pipeline * grid.stage_devices, grid.stage_devices)
         held = least_state_bytes(self.pricer, grid)
-        for rank in ranks:
-            held += reserve_bytes(setting.cluster.device(rank), grid.communicators)
-            held -= setting.memory_bytes(rank) * capacity
+        for rank, count in setting.cluster.counts(ranks):
+            held += count * reserve_bytes(setting.cluster.device(rank), grid.communicators)
+            held -= count * setting.memory_bytes(rank) * capacity
         return held / len(ranks)
 
     def _fastest(self, class_index: int, grid: Grid, home: Home) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""
-        solved = self._fastest_sharding(class_index, grid, home)
+        solved = self.problems.at(home).fastest(grid, class_index)
         return inf if solved is None else max(solved.bound, 0.0)
 
     def _least(self, class_index: int, grid: Grid, home: Home) -> float:
         """Time of a class's block with every op at its fastest and values moved for free."""
         return self.problems.at(home).bounding(grid, class_index).least_s
-
-    def _fastest_sharding(self, class_index: int, grid: Grid, home: Home) -> Sharding | None:
-        """The sharding of a class's block with gradients summed for free."""
-        problem = self.problems.at(home).bounding(grid, class_index)
-        if problem not in self._fast:
-            self._fast[problem] = problem.solve()
-        return self._fast[problem]

@@ -17,11 +17,11 @@ from autopar.plan.plan import (
 )
 from autopar.plan.text import percent
 from autopar.rules import has_rule
+from autopar.search.block_cost import BlockCost
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins, settle_pins
 from autopar.search.planner import PATIENCE, Found, Planner, Progress
-from autopar.search.pricer import BlockCost
 from autopar.search.runners_up import runners_up
 from autopar.search.setting import Setting
 from autopar.search.simulated import Simulated, Simulator, block_costs, predicted

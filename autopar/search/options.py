@@ -15,9 +15,10 @@ from autopar.ir.placement import Layout
 from autopar.ir.precision import grad_dtype, stored_dtype
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.plan.plan import NodeChoice, Recompute
+from autopar.search.block_cost import BlockCost
 from autopar.search.grid import Grid
 from autopar.search.pipelines import Pipeline
-from autopar.search.pricer import BlockCost, Pricer
+from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.recompute import Again
 from autopar.search.sharding import Sharding, Upkeep, pareto_shardings, sync_shares_s
@@ -220,7 +221,7 @@ def class_options(
     prices = pricer.prices(grid)
     found: list[ClassOption] = []
     for sharding in _shardings(problems, grid, class_index, fixed):
-        cost = pricer.cost(block, sharding.choices, dict(sharding.parameters), grid)
+        cost = problems.cost(grid, class_index, sharding, fixed)
         for zero in zero_choices(prices, setting.pins.zero):
             states = parameter_states(setting, block, sharding.parameters, prices, zero, shared)
             state = state_cost(pricer, block, states, grid)
@@ -318,9 +319,7 @@ def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
     setting = pricer.setting
     block = setting.chain.representative(class_index)
     in_flight = min(grid.pipeline, grid.micro_batches)
-    kept = {
-        value.ref: float(in_flight) for value in pricer.saved(block).values if value.kind == "made"
-    }
+    kept = dict.fromkeys(pricer.made(block), float(in_flight))
     for ref in block.parameters:
         kept[ref] = pricer.state_factor(setting.sources[ref.name])
     return kept

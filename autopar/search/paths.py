@@ -25,6 +25,7 @@ class Paths:
 
     moves: list[Move | None] = field(default_factory=lambda: [None, None])
     _index: dict[Move, int] = field(default_factory=dict)
+    _found: dict[tuple[Layout, Layout, bool], list[int]] = field(default_factory=dict)
     _tables: dict[object, NDArray[np.intp]] = field(default_factory=dict)
 
     def table(
@@ -43,6 +44,12 @@ class Paths:
         return self._tables[key]
 
     def _path(self, src: Layout, dst: Layout, differentiable: bool) -> list[int]:
+        key = (src, dst, differentiable)
+        if key not in self._found:
+            self._found[key] = self._find(*key)
+        return self._found[key]
+
+    def _find(self, src: Layout, dst: Layout, differentiable: bool) -> list[int]:
         try:
             moves = moves_between(_ANY, src, dst, differentiable=differentiable)
         except KeyError:

@@ -30,40 +30,17 @@ from autopar.rules.context import whole_keys
 from autopar.rules.index_expr import LOCAL
 from autopar.search.beside import host_floor_s, is_beside
 from autopar.search.block import BlockSpace, Option, block_space
+from autopar.search.block_cost import BlockCost
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
 from autopar.search.home import Home, place_homes, whole_home
 from autopar.search.offered import offered
 from autopar.search.paths import Paths
 from autopar.search.prices import CollectiveTime, Prices
-from autopar.search.recompute import Again, RecomputeProblem, StepSeconds
+from autopar.search.recompute import RecomputeProblem, StepSeconds
 from autopar.search.running import Running
 from autopar.search.setting import Setting
 from autopar.search.split_costs import WeightPart
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCost:
-    """What one sharding of a block costs.
-
-    Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank.
-    `ways` are what it may keep and what it then runs again, the fastest first. `weight_s` is the
-    part of `backward_s` that computes weight gradients, `deferred_bytes` what is held until then
-    for each micro-batch, where a schedule splits the backward. `unmeasured` are ops that a profile
-    has no time of. What the block's parameters cost besides is in `search.state`.
-    """
-
-    forward_s: float
-    backward_s: float
-    forward_compute_s: float
-    backward_compute_s: float
-    ways: tuple[Again, ...]
-    priced_ops: int
-    measured_ops: int
-    interpolated_ops: int = 0
-    unmeasured: frozenset[LocalOp] = frozenset()
-    weight_s: float = 0.0
-    deferred_bytes: int = 0
 
 
 @dataclass
@@ -282,6 +259,10 @@ class Pricer:
             )
         return self._saved[block.index]
 
+    def made(self, block: Block) -> tuple[Ref, ...]:
+        """The values of a block that it makes and keeps for its backward pass."""
+        return tuple(value.ref for value in self.saved(block).values if value.kind == "made")
+
     def kept_parameters(self, block: Block) -> frozenset[Ref]:
         """The parameters whose values a block's backward reads."""
         if block.index not in self._kept_parameters:
@@ -309,6 +290,30 @@ class Pricer:
         grid: Grid,
     ) -> BlockCost:
         """The cost of running a block as decided. `layouts` are those of its parameters."""
+        passes, flow, again = self._passes(block, choices, layouts, grid)
+        held = frozenset(Ref(name) for name in self.setting.sources)
+        storages, running = self._activations(block, choices, flow, self.prices(grid), held)
+        recompute = RecomputeProblem(storages, self.saved(block), held, again, running)
+        return replace(passes, ways=recompute.ways())
+
+    def passes(
+        self,
+        block: Block,
+        choices: Sequence[NodeChoice],
+        layouts: Mapping[str, Layout],
+        grid: Grid,
+    ) -> BlockCost:
+        """The same without `ways`, which take longer to find than the rest."""
+        return self._passes(block, choices, layouts, grid)[0]
+
+    def _passes(
+        self,
+        block: Block,
+        choices: Sequence[NodeChoice],
+        layouts: Mapping[str, Layout],
+        grid: Grid,
+    ) -> tuple[BlockCost, BlockFlow, dict[str, StepSeconds]]:
+        """What both passes cost, what moves, and the forward seconds of every step."""
         prices, setting = self.prices(grid), self.setting
         nodes = setting.block_nodes(block)
         flow = self.flow(block, nodes, choices, layouts, grid)
@@ -343,15 +348,11 @@ class Pricer:
         if setting.execution.host_s:
             floor = host_floor_s(self, nodes, choices, flow, grid)
             forward, backward = max(forward, floor[0]), max(backward, floor[1])
-        held = frozenset(Ref(name) for name in setting.sources)
-        storages, running = self._activations(block, choices, flow, prices, held)
-        recompute = RecomputeProblem(storages, self.saved(block), held, again, running)
-        return BlockCost(
+        passes = BlockCost(
             forward_s=forward,
             backward_s=backward,
             forward_compute_s=compute[0],
             backward_compute_s=compute[1],
-            ways=recompute.ways(),
             priced_ops=len(nodes) - sources[TimeSource.FREE],
             measured_ops=sources[TimeSource.MEASURED],
             interpolated_ops=sources[TimeSource.INTERPOLATED],
@@ -359,6 +360,7 @@ class Pricer:
             weight_s=apart.seconds,
             deferred_bytes=apart.held_bytes,
         )
+        return passes, flow, again
 
     def _hidden_s(self, tensor_s: float, compute_s: float, grid: Grid) -> float:
         """What of the collectives of the tensor axis that go beside products costs no time."""

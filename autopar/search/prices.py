@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ class Prices:
     bucket_bytes: float = 0.0
     paths: Paths = field(default_factory=Paths, repr=False)
     scatters: bool = False
+    _bytes: dict[tuple[Ref, Layout], int] = field(default_factory=dict, init=False, repr=False)
     _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -54,10 +55,10 @@ class Prices:
 
     def local_bytes(self, ref: Ref, layout: Layout) -> int:
         """Bytes of a value's largest local part."""
-        count = DTYPE_BYTES[self.specs[ref].dtype]
-        for extent in self.local_shape(ref, layout):
-            count *= extent
-        return count
+        key = (ref, layout)
+        if key not in self._bytes:
+            self._bytes[key] = DTYPE_BYTES[self.specs[ref].dtype] * prod(self.local_shape(*key))
+        return self._bytes[key]
 
     def move_s(self, move: Move) -> tuple[float, float]:
         """Forward and backward seconds of one move."""

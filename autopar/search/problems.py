@@ -10,11 +10,12 @@ from autopar.ir.graph import Ref
 from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
+from autopar.search.block_cost import BlockCost
 from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pricer import Pricer
 from autopar.search.prices import CollectiveTime, Prices
-from autopar.search.sharding import ShardingProblem
+from autopar.search.sharding import Sharding, ShardingProblem
 
 
 @dataclass
@@ -30,6 +31,9 @@ class ShardingProblems:
     _at: dict[Home, ShardingProblems] = field(default_factory=dict)
     _made: dict[object, ShardingProblem] = field(default_factory=dict)
     _crosses: dict[int, bool] = field(default_factory=dict)
+    _costs: dict[object, BlockCost] = field(default_factory=dict)
+    _fastest: dict[ShardingProblem, Sharding | None] = field(default_factory=dict)
+    _passes: dict[ShardingProblem, BlockCost | None] = field(default_factory=dict)
 
     def at(self, home: Home) -> ShardingProblems:
         """The same problems at the prices of a home."""
@@ -49,11 +53,47 @@ class ShardingProblems:
         """The same, but for free collectives over the axes that split samples, if it has any."""
         return self._problem(grid, class_index, {}, over_samples=False)
 
+    def cost(
+        self,
+        grid: Grid,
+        class_index: int,
+        sharding: Sharding,
+        fixed: Mapping[str, Layout] | None = None,
+    ) -> BlockCost:
+        """What a class's block costs in a sharding of the problem `of` it."""
+        key = (self.of(grid, class_index, fixed), sharding.choices, sharding.parameters)
+        if key not in self._costs:
+            block = self.pricer.setting.chain.representative(class_index)
+            layouts = dict(sharding.parameters)
+            self._costs[key] = self.pricer.cost(block, sharding.choices, layouts, grid)
+        return self._costs[key]
+
+    def fastest(self, grid: Grid, class_index: int) -> Sharding | None:
+        """The sharding of the `bounding` problem with gradients summed for free."""
+        problem = self.bounding(grid, class_index)
+        if problem not in self._fastest:
+            self._fastest[problem] = problem.solve()
+        return self._fastest[problem]
+
+    def fastest_passes(self, grid: Grid, class_index: int) -> BlockCost | None:
+        """What the `fastest` sharding costs, without ways to run parts of it again."""
+        problem = self.of(grid, class_index)
+        if problem not in self._passes:
+            solved = self.fastest(grid, class_index)
+            block = self.pricer.setting.chain.representative(class_index)
+            self._passes[problem] = (
+                None
+                if solved is None
+                else self.pricer.passes(block, solved.choices, dict(solved.parameters), grid)
+            )
+        return self._passes[problem]
+
     def _problem(
         self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], *, over_samples: bool
     ) -> ShardingProblem:
         pricer, mesh = self.pricer, self.pricer.block_mesh(grid)
-        space = pricer.space(pricer.setting.chain.representative(class_index), mesh, fixed)
+        block = pricer.setting.chain.representative(class_index)
+        space = pricer.space(block, mesh, fixed)
         samples, links = batch_count(grid.names), pricer.links(grid)
         if id(space) not in self._crosses:
             self._crosses[id(space)] = crosses_samples(space, samples)
@@ -73,6 +113,7 @@ class ShardingProblems:
             self._made[key] = ShardingProblem(
                 space,
                 prices,
+                kept=pricer.made(block),
                 backend=pricer.setting.backend,
                 time_limit_s=pricer.setting.time_limit_s,
             )

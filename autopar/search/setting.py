@@ -141,6 +141,10 @@ class Setting(GraphFacts):
         """The op nodes of a block."""
         return tuple(self.nodes[name] for name in block.nodes)
 
+    def least_memory_bytes(self, ranks: range) -> int:
+        """Memory that every one of consecutive ranks may use."""
+        return min(self.memory_bytes(rank) for rank, _ in self.cluster.counts(ranks))
+
     def memory_bytes(self, rank: int) -> int:
         """Memory a rank may use."""
         available = self.cluster.device(rank).memory_bytes

@@ -7,9 +7,9 @@ read three times is paid for once, as it is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from math import inf
 from typing import TypeVar
@@ -22,7 +22,8 @@ from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.block import BlockSpace
 from autopar.search.prices import Prices
-from solvers.choice import ChoiceProblem, ChoiceSolution, Edge, solve_choice
+from solvers.choice_family import ChoiceFamily
+from solvers.choice_problem import ChoiceProblem, ChoiceSolution, Edge
 from solvers.solution import Status
 
 Forms = tuple[Layout, ...]
@@ -31,7 +32,8 @@ _MAX_LAYOUTS_FOR_TRIPLES = 6
 _DEAR = 1e4
 _LEAST_S = 1e-9
 _WORTH = 0.02
-_TIE = 1e-6
+_TIE = 1e-9
+_SAME_BYTES = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,24 +110,29 @@ class _Builder:
             index = self.add([0.0] * len(layouts))
             self.option_layouts[Ref(source.name)] = (index, list(layouts))
 
-    def usage(self, kept: Mapping[Ref, float]) -> list[NDArray[np.float64]]:
-        """Weighted bytes of every option of every node."""
-        usage = [np.zeros(len(costs)) for costs in self.node_costs]
-        for ref, weight in kept.items():
-            if weight and ref in self.option_layouts:
-                index, layouts = self.option_layouts[ref]
-                if ref not in self._bytes:
-                    held = [self.prices.local_bytes(ref, x) for x in layouts]
-                    self._bytes[ref] = np.array(held, dtype=float)
-                usage[index] += weight * self._bytes[ref]
-        return usage
+    def held_bytes(self, ref: Ref) -> tuple[int, NDArray[np.float64]]:
+        """The node that decides how a value lies, and the bytes of the value for its options."""
+        index, layouts = self.option_layouts[ref]
+        if ref not in self._bytes:
+            held = [self.prices.local_bytes(ref, x) for x in layouts]
+            self._bytes[ref] = np.array(held, dtype=float)
+        return index, self._bytes[ref]
 
-    def costs(self, sync_s: Mapping[Ref, Sequence[float]]) -> list[NDArray[np.float64]]:
-        """Seconds of every option of every node, with those of parameters."""
-        costs = list(self.node_costs)
-        for ref, seconds in sync_s.items():
-            index, _ = self.option_layouts[ref]
-            costs[index] = costs[index] + np.asarray(seconds, dtype=float)
+    def parameter_costs(
+        self, upkeep: Upkeep, byte_price_s: float
+    ) -> dict[int, NDArray[np.float64]]:
+        """Seconds of every layout of every parameter, with those for its bytes.
+
+        Ties go to the layouts that come first, see `block.parameter_layouts`.
+        """
+        costs = {}
+        for source, layouts in self.space.parameters:
+            ref = Ref(source.name)
+            index, held = self.held_bytes(ref)
+            costs[index] = byte_price_s * upkeep.kept.get(ref, 0.0) * held
+            if ref in upkeep.sync_s:
+                sync_s = np.asarray(upkeep.sync_s[ref], dtype=float)
+                costs[index] += sync_s + _TIE * sync_s.max() * np.arange(len(layouts))
         return costs
 
     def add_values(self) -> None:
@@ -217,23 +224,37 @@ def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
 
 
 class ShardingProblem:
-    """The priced ILP of one block, to be solved for several upkeeps and prices of a byte."""
+    """The priced ILP of one block, to be solved for several upkeeps and prices of a byte.
+
+    `kept` are the values, besides parameters, that an upkeep may count the bytes of.
+    """
 
     def __init__(
         self,
         space: BlockSpace,
         prices: Prices,
         *,
+        kept: Collection[Ref] = (),
         backend: str = "highs",
         time_limit_s: float = 120.0,
     ) -> None:
         self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
-        self._connected = False
         if self._possible:
             self._builder = _Builder(space, prices)
             self._builder.add_ops()
             self._builder.add_parameters()
+            self._kept = [ref for ref in kept if ref in self._builder.option_layouts]
+
+    @cached_property
+    def _family(self) -> ChoiceFamily:
+        builder = self._builder
+        builder.add_values()
+        return ChoiceFamily(
+            ChoiceProblem(node_costs=tuple(builder.node_costs), edges=tuple(builder.edges)),
+            rates=[builder.held_bytes(ref) for ref in self._kept],
+            fixed=[builder.option_layouts[Ref(s.name)][0] for s, _ in self.space.parameters],
+        )
 
     @property
     def least_s(self) -> float:
@@ -251,24 +272,20 @@ class ShardingProblem:
         """
         if not self._possible:
             return None
-        builder = self._builder
-        if not self._connected:
-            builder.add_values()
-            self._connected = True
-        usage = builder.usage(upkeep.kept)
-        priced = zip(builder.costs(upkeep.sync_s), usage, strict=True)
-        solution = solve_choice(
-            ChoiceProblem(
-                node_costs=tuple(cost + byte_price_s * used for cost, used in priced),
-                edges=tuple(builder.edges),
-            ),
+        builder, weights = self._builder, [upkeep.kept.get(ref, 0.0) for ref in self._kept]
+        solution = self._family.solve(
+            [byte_price_s * weight for weight in weights],
+            builder.parameter_costs(upkeep, byte_price_s),
             backend=self._backend,
             time_limit_s=self._time_limit_s,
         )
         if solution.choices is None:
             return None
-        chosen = zip(usage, solution.choices, strict=True)
-        kept_bytes = sum(float(used[choice]) for used, choice in chosen)
+        kept_bytes = 0.0
+        for ref, weight in upkeep.kept.items():
+            if weight and ref in builder.option_layouts:
+                index, held = builder.held_bytes(ref)
+                kept_bytes += weight * float(held[solution.choices[index]])
         return self._decode(solution, solution.choices, kept_bytes, byte_price_s * kept_bytes)
 
     def _decode(
@@ -327,7 +344,7 @@ def _between(
     if middle is None:
         return []
     step = min(fast.kept_bytes - middle.kept_bytes, middle.kept_bytes - lean.kept_bytes)
-    if step <= _TIE * fast.kept_bytes:
+    if step <= _SAME_BYTES * fast.kept_bytes:
         return []
     below = _between(solve, fast, middle, depth - 1)
     return [*below, middle, *_between(solve, middle, lean, depth - 1)]

@@ -14,9 +14,9 @@ from autopar.plan.plan import Prediction, StagePlan, Terms, Variant
 from autopar.plan.simulated import simulate_stages
 from autopar.schedules.step import Step
 from autopar.search.assemble import stage_plans
+from autopar.search.block_cost import BlockCost
 from autopar.search.grid import Grid
 from autopar.search.planner import Found, Planner
-from autopar.search.pricer import BlockCost
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 

@@ -148,24 +148,27 @@ def _hop_times(pricer: Pricer, grid: Grid) -> tuple[tuple[float, ...], tuple[flo
     return once_s, hops if stages > 1 else ()
 
 
-def message_bytes(pricer: Pricer, grid: Grid, place: int) -> int:
-    """Buffers for the messages that a pipeline rank may have under way, at the widest boundary."""
+def message_bytes(pricer: Pricer, grid: Grid) -> tuple[int, ...]:
+    """By pipeline rank, buffers for the messages that it may have under way, at the widest
+    boundary."""
     if grid.pipeline == 1:
-        return 0
+        return (0,)
     distinct = {
         tuple(pricer.setting.specs[ref] for ref in refs): refs
         for refs in pricer.setting.chain.boundaries
     }
     widest = max((boundary_bytes(pricer, grid, refs) for refs in distinct.values()), default=0)
-    return messages_under_way(grid.pipe)[place] * widest
+    return tuple(count * widest for count in messages_under_way(grid.pipe))
 
 
-def tightest(pricer: Pricer, ranks: Sequence[int]) -> int:
+def tightest(pricer: Pricer, ranks: range) -> int:
     """The first of the ranks that have the least memory."""
-    return min(ranks, key=pricer.setting.memory_bytes)
+    setting = pricer.setting
+    firsts = [rank for rank, _ in setting.cluster.counts(ranks)]
+    return min(firsts, key=setting.memory_bytes)
 
 
-def _reserve_bytes(pricer: Pricer, grid: Grid, ranks: Sequence[int]) -> int:
+def _reserve_bytes(pricer: Pricer, grid: Grid, ranks: range) -> int:
     device = pricer.setting.cluster.device(tightest(pricer, ranks))
     return reserve_bytes(device, grid.communicators)
 
@@ -187,6 +190,7 @@ def partition_problem(
     once_s, hops = _hop_times(pricer, grid)
     homes = pricer.homes(grid)
     of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
+    messages = message_bytes(pricer, grid)
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
         classes=tuple(
@@ -194,12 +198,10 @@ def partition_problem(
         ),
         num_stages=pipe.num_stages,
         in_flight=held_together(pipe),
-        capacity_bytes=tuple(
-            float(min(setting.memory_bytes(rank) for rank in own)) for own in ranks
-        ),
+        capacity_bytes=tuple(float(setting.least_memory_bytes(own)) for own in ranks),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(_reserve_bytes(pricer, grid, own) + message_bytes(pricer, grid, place)) * once
+            float(_reserve_bytes(pricer, grid, own) + messages[place]) * once
             for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
         boundary_s=once_s,
