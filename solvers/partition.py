@@ -23,6 +23,7 @@ from solvers.partition_pricing import OutOfTime, Pricer
 from solvers.partition_problem import BlockOption, PartitionProblem, PartitionSolution
 from solvers.partition_shared import least_shortfall, parts, shared_bound
 from solvers.partition_table import PriceTable
+from solvers.partition_trials import best_of_all, can_try_all, least_lacking
 from solvers.solution import Conflict, Status, label, relative_gap
 
 __all__ = [
@@ -53,8 +54,9 @@ def solve_partition(
     "ilp", or `certify`, has an engine prove its answer. Status: OPTIMAL (proven to within `gap`),
     FEASIBLE (time was up), TIME_LIMIT (nothing found; `bound` holds) or INFEASIBLE, with the
     bytes that stages lack at the least. Where stages share ranks both methods are the same, and
-    exact only where memory does not tie the stages of a rank together: else FEASIBLE, or
-    TIME_LIMIT, with a bound that is proven; a bound of `cutoff` or more ends the search. Raises
+    exact only where all can be tried, or memory does not tie the stages of a rank together: else
+    FEASIBLE, or TIME_LIMIT, with a bound that is proven; a bound of `cutoff` or more ends the
+    search. Raises
     ValueError for an unknown method and `BackendUnavailable`.
     """
     if method not in METHODS:
@@ -65,7 +67,7 @@ def solve_partition(
         return run.infeasible(conflict=(("blocks", lacking),))
     engine = get_backend(backend) if method == "ilp" or certify else None
     if problem.shares_ranks:
-        return _shared(run, cutoff)
+        return _tried(run) if can_try_all(problem) else _shared(run, cutoff)
     pricer = Pricer(run.scaled, run.deadline)
     try:
         exact = _dynamic_program(run, pricer)
@@ -205,6 +207,18 @@ def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
     if path is not None:
         _offer(run, table, path)
     return _Exact(table=table, search=search, arcs=arcs)
+
+
+def _tried(run: _Run) -> PartitionSolution:
+    """Stages that share ranks, few enough to try all ways."""
+    found = best_of_all(run.problem)
+    if found is None:
+        cuts, options = least_lacking(run.problem)
+        use = run.problem.use(cuts, options)
+        lacking = tuple((f"stage {k}", short) for k, short in run.problem.lacking(use))
+        return run.infeasible(lacking, cuts, use.used_bytes)
+    run.offer(*found)
+    return run.solution(bound=run.objective, engine="trials")
 
 
 def _shared(run: _Run, cutoff: float) -> PartitionSolution:
