@@ -77,7 +77,9 @@ def solve_partition(
             return _certify(run, exact, engine)
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")
-    return run.solution(bound=run.relaxed_bound, engine="dp")
+    solution = run.solution(bound=run.relaxed_bound, engine="dp")
+    proven = solution.status is Status.OPTIMAL
+    return solution if proven or not can_try_all(problem) else _tried(run)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -210,7 +212,7 @@ def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
 
 
 def _tried(run: _Run) -> PartitionSolution:
-    """Stages that share ranks, few enough to try all ways."""
+    """The least of all partitions, of which there are few."""
     found = best_of_all(run.problem)
     if found is None:
         cuts, options = least_lacking(run.problem)

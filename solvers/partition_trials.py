@@ -1,4 +1,4 @@
-"""Stages that share ranks, exact where there is little to try: all cuts, all options of a rank.
+"""A partition problem with little to try, exact: all cuts, all options of the blocks of a rank.
 
 With the cuts given, ranks meet only in the sum of times, the longest stage and the longest sync. So
 each rank's ways to run its own blocks are tried apart, the beaten ones dropped, and ranks joined

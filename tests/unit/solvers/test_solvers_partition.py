@@ -87,6 +87,7 @@ def test_random_problems_cover_what_matters():
 def test_packed_prices_are_exact_without_sync_and_bounded_with_it(monkeypatch):
     """The knapsack path, which otherwise only large problems take."""
     monkeypatch.setattr(partition_pricing, "_MAX_POINTS", 0)
+    monkeypatch.setattr(partition_trials, "_MAX_TRIALS", 0)
     exact = 0
     for seed in range(400):
         problem = random_partition_problem(seed)
