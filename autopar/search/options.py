@@ -155,11 +155,13 @@ class ClassOption:
             transient += max(0, peaks.split_bytes - peaks.backward_bytes)
         elif pipe is not None and pipe.runs_backwards_last:
             with_gradients = max(0, held.gradients - saved)
-            first = peaks.first_backward_bytes - max(saved, held.gradients)
-            transient = max(
-                peaks.forward_bytes - saved + self.state.transient_bytes,
-                first + self.state.transient_bytes,
-            )
+            running = [
+                peaks.forward_bytes - saved,
+                peaks.first_backward_bytes - max(saved, held.gradients),
+            ]
+            if pipe.micro_batches > 1:  # gradients of the first are there when the second runs
+                running.append(peaks.backward_bytes - max(saved, 2 * saved - held.gradients))
+            transient = max(running) + self.state.transient_bytes
         at_end = held.gradients + self.update.every_bytes
         room = max(0, with_gradients + saved - at_end)
         static = state + max(with_gradients, at_end - saved)

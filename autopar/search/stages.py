@@ -285,6 +285,27 @@ def stage_blocks(
     ]
 
 
+def walked_bytes(
+    pricer: Pricer,
+    grid: Grid,
+    options: Mapping[int, tuple[ClassOption, ...]],
+    problem: PartitionProblem,
+    solution: PartitionSolution,
+) -> dict[int, float]:
+    """The peak of every rank by the walk over its actions, by its first stage."""
+    chain = pricer.setting.chain
+    chosen = chosen_options(chain, options, solution)
+    memory = stage_memories(pricer, grid, stage_blocks(chain, chosen, problem, solution))
+    schedule = insert_communication(grid.pipe.short().build())
+    known, peaks = arrivals(schedule), dict[int, float]()
+    for on_rank in problem.rank_stages():
+        place = grid.pipe.placement[on_rank[0]]
+        stages = {k: memory[k] for k in on_rank}
+        peaks[on_rank[0]] = peak_bytes(schedule.ranks[place], stages, known[place])
+        peaks[on_rank[0]] += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0]))
+    return peaks
+
+
 def _heavier(
     pricer: Pricer,
     grid: Grid,
@@ -304,16 +325,10 @@ def _heavier(
     ]
     if not tight:
         return None
-    chain = pricer.setting.chain
-    chosen = chosen_options(chain, options, solution)
-    memory = stage_memories(pricer, grid, stage_blocks(chain, chosen, problem, solution))
-    schedule = insert_communication(grid.pipe.short().build())
-    known, fixed = arrivals(schedule), list(problem.stage_fixed_bytes)
+    peaks = walked_bytes(pricer, grid, options, problem, solution)
+    fixed = list(problem.stage_fixed_bytes)
     for on_rank in tight:
-        place = grid.pipe.placement[on_rank[0]]
-        stages = {k: memory[k] for k in on_rank}
-        peak = peak_bytes(schedule.ranks[place], stages, known[place])
-        peak += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0]))
+        peak = peaks[on_rank[0]]
         if not fits(peak, problem.capacity_bytes[on_rank[0]]):
             fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
     changed = tuple(fixed) != problem.stage_fixed_bytes

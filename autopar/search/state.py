@@ -196,7 +196,7 @@ def _held(
 def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
     """The cost of the parameters of a class's first block."""
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
-    gathered = unreduced = 0
+    gathered = unreduced = sent = 0
     gathers: list[tuple[Ref, float, bool]] = []
     seconds = dict.fromkeys(("sync", "early", "reduce"), 0.0)
     optimizer_s = summed = 0.0
@@ -213,13 +213,17 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
                     seconds[name] += once_s
             summed += accumulation_bytes(pricer, grid, ref, state)
             optimizer_s += optimizer_seconds(pricer, grid, ref, state)
-            if state.level >= 2 and not _accumulates(setting, grid, state.level):
+            if state.level >= 2:
                 whole = ParameterState(layout=state.layout)
-                unreduced += _held(pricer, ref, whole, prices, grid).gradients
+                gradient = _held(pricer, ref, whole, prices, grid).gradients
+                if not _accumulates(setting, grid, state.level):
+                    unreduced += gradient
+                elif state.level == 3:
+                    sent = max(sent, gradient)
     return StateCost(
         held=held_bytes(pricer, block, states, grid),
         gathered_bytes=gathered,
-        unreduced_bytes=unreduced,
+        unreduced_bytes=unreduced + sent,
         gathers=tuple(gathers),
         again_shares=again_shares(setting, grid),
         sync_s=seconds["sync"],
