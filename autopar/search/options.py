@@ -38,6 +38,10 @@ OVERLAPS: dict[str, bool] = {"cuda": True, "cpu": False}
 """Whether communication runs beside compute, by `DeviceSpec.kind`; other kinds are as `cuda`."""
 
 
+_FEW_BLOCKS = 8
+"""Up to so many, what lies between the corners of a hull may not be mixed from them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBytes:
     """What summing gradients and stepping the optimizer hold: for every block, and once a stage."""
@@ -212,7 +216,8 @@ def class_options(
     fixed: Mapping[str, Layout],
     shared: ZeroChoice = UNSPLIT,
 ) -> tuple[ClassOption, ...]:
-    """The options of a class that are best for some price of memory.
+    """The options of a class that are best for some price of memory; in a chain of few blocks, all
+    that no other beats.
 
     Empty if the pins leave no sharding. `fixed` has layouts of parameters shared with other
     classes, `shared` the ZeRO choice of those that several blocks read.
@@ -243,7 +248,8 @@ def class_options(
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
             ]
-    return supported(undominated(found), grid)
+    best = undominated(found)
+    return best if len(setting.chain.blocks) <= _FEW_BLOCKS else supported(best, grid)
 
 
 def supported(options: Sequence[ClassOption], grid: Grid) -> tuple[ClassOption, ...]:
