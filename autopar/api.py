@@ -89,6 +89,7 @@ def parallelize(
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
             profile=None if profile is None else _profile(profile, cluster),
+            all_devices=True,  # a process runs on each already
         ),
         plan=read_plan(plan) if isinstance(plan, (str, Path)) else plan,
         seed=seed,

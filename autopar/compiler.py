@@ -72,7 +72,8 @@ class PlanOptions:
     `objective` is what is least: `time`, `memory` or `cost`, for which `prices` say what a device
     of each kind costs an hour, where the cluster does not. The search ends once the plan is proven
     to be within `gap` of the best, or at the time limit. It names the techniques that came next:
-    those it met, or `top` of them, searched for.
+    those it met, or `top` of them, searched for. With `all_devices` the plan leaves no device out
+    and keeps the order of the cluster's groups.
     """
 
     global_batch: int | None = None
@@ -89,6 +90,7 @@ class PlanOptions:
     top: int | None = None
     backend: str = "highs"
     profile: Profile | None = None
+    all_devices: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +189,7 @@ def planning_setting(
         objective=options.objective,
         gap=options.gap,
         top=options.top,
+        all_devices=options.all_devices,
     )
 
 

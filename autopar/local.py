@@ -216,7 +216,8 @@ def _prepare(
     if plan is None:
         planned = plan_source(source, where, replace(options, price_pins=False), progress)
     else:
-        planned = adopt_source(plan, source, where, progress)
+        here = _on_local(plan, where)
+        planned = adopt_source(here, source, where if here is plan else None, progress)
     training = planned.plan.training
     job = Job(
         source=source.spec,
@@ -230,6 +231,19 @@ def _prepare(
         constants=planned.captured.constants,
     )
     return planned, job
+
+
+def _on_local(plan: Plan, where: Cluster) -> Plan:
+    """A plan made for accelerators, to run its shapes on as many local processes: the same
+    numbers, in other times and memory."""
+    if plan.cluster.device(0).kind == "cpu":
+        return plan
+    if where.num_devices != plan.cluster.num_devices:
+        raise InputError(
+            f"cluster {where.spec}: the plan is for {plan.cluster.num_devices} devices "
+            f"({plan.cluster.spec}); give local:{plan.cluster.num_devices} to run its shapes here"
+        )
+    return replace(plan, cluster=where)
 
 
 def _run(

@@ -204,17 +204,22 @@ def resized(cluster: Cluster, *, nodes: int, devices_per_node: int | None = None
     own = devices_per_node or group.devices_per_node
     if group.device.kind == "cpu":
         nodes, own = 1, nodes * own
-    groups = (replace(group, nodes=nodes, devices_per_node=own),)
-    total = nodes * own
-    known = {link.name: link for link in cluster.links}
+    return named(refitted((replace(group, nodes=nodes, devices_per_node=own),), cluster.links))
+
+
+def refitted(groups: tuple[DeviceGroup, ...], known: tuple[LinkLevel, ...]) -> Cluster:
+    """The groups with links like those that are known, which span as many devices as there are."""
+    total = sum(group.num_devices for group in groups)
+    by_name = {link.name: link for link in known}
     usual = _usual_links(groups)
-    if known.keys() <= {"node", "network"}:
-        links = tuple(replace(known.get(u.name, u), span=u.span) for u in usual)
+    own = len(groups) == 1 or all(group.links for group in groups)
+    if by_name.keys() <= {"node", "network"} and own:
+        links = tuple(replace(by_name.get(u.name, u), span=u.span) for u in usual)
     else:
-        inner = tuple(link for link in cluster.links if link.span < total)
-        outer = next((link for link in cluster.links if link.span >= total), cluster.links[-1])
+        inner = tuple(link for link in known if link.span < total)
+        outer = next((link for link in known if link.span >= total), known[-1])
         links = (*(link for link in inner if link != outer), replace(outer, span=total))
-    return named(Cluster(groups=groups, links=links))
+    return Cluster(groups=groups, links=links)
 
 
 def priced(cluster: Cluster, prices: Mapping[str, float]) -> Cluster:

@@ -135,6 +135,12 @@ class Cluster:
         return part.links[-1]
 
     @property
+    def domain(self) -> int:
+        """Devices that the fastest links join, in the group where they join the most."""
+        own = [group.links[0].span for group in self.groups if group.links]
+        return max(own, default=self.links[0].span)
+
+    @property
     def levels(self) -> tuple[LinkLevel, ...]:
         """All levels, from the fastest to the slowest: those inside groups come first."""
         own = {level for group in self.groups for level in group.links}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 from autopar.errors import PlanMismatch
-from autopar.ir.cluster import Cluster, DeviceSpec
+from autopar.ir.cluster import Cluster, DeviceGroup, DeviceSpec
 from autopar.ir.graph import Arg, OpGraph, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.size import Size
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
@@ -91,6 +92,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     Compared are the number of devices, and of every rank the plan uses the device and whether its
     memory holds what the plan needs there. Link speeds change the time, not the program.
     """
+    cluster = _used(plan, cluster)
     if plan.cluster.num_devices != cluster.num_devices:
         raise PlanMismatch(
             f"number of devices: plan has {plan.cluster.num_devices} ({plan.cluster.spec}), "
@@ -102,6 +104,21 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
         for rank in stages[0].ranks:
             where = f"rank {rank} ({held})"
             _check_device(where, plan.cluster.device(rank), cluster.device(rank), needed_bytes)
+
+
+def _used(plan: Plan, cluster: Cluster) -> Cluster:
+    """The devices that the plan uses, in its order, of the cluster that it was asked for."""
+    asked = len(plan.devices) + sum(len(left.devices) for left in plan.left_out)
+    names = [plan.cluster.device(rank).name for rank in range(len(plan.devices))]
+    if not plan.devices or asked != cluster.num_devices:
+        return cluster
+    if names != [cluster.device(device).name for device in plan.devices]:
+        return cluster
+    groups = tuple(
+        DeviceGroup(device=cluster.device(device), nodes=1, devices_per_node=1)
+        for device in plan.devices
+    )
+    return replace(cluster, groups=groups)
 
 
 def _check_device(where: str, planned: DeviceSpec, found: DeviceSpec, needed_bytes: float) -> None:

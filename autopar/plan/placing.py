@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import Plan, StagePlan
@@ -16,9 +16,36 @@ _IDLE = 0.1
 
 
 def device_lines(plan: Plan) -> Iterator[str]:
-    """What the ranks of every stage are and do; nothing in a cluster of one group."""
-    if len(plan.cluster.groups) == 1:
-        return
+    """What the ranks of every stage are and do, and which devices do nothing; no lines where all
+    devices of one group are used."""
+    if len(plan.cluster.groups) > 1:
+        yield from _rank_lines(plan)
+    if plan.devices:
+        yield f"ranks are devices {spans_in_order(plan.devices)} of the cluster that was asked for"
+    for left in plan.left_out:
+        count = len(left.devices)
+        why = "no plan with all devices fits"
+        if left.step_s is not None:
+            here = duration(plan.prediction.step_s)
+            why = f"with all devices a step takes {duration(left.step_s)}, without them {here}"
+        yield (
+            f"left out: {count} x {left.device}, device{'s' * (count > 1)} "
+            f"{spans(left.devices)}: {why}"
+        )
+
+
+def spans_in_order(numbers: Sequence[int]) -> str:
+    """Runs of consecutive numbers in the order given: `4-7, 0-3`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(spans(run) for run in runs)
+
+
+def _rank_lines(plan: Plan) -> Iterator[str]:
     groups = rank_groups(plan.stages)
     total = sum(len(stage.blocks) for stage in plan.stages)
     longest_s = max(map(_work_s, groups))

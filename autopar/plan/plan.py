@@ -259,12 +259,25 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Devices of the cluster that was asked for, by their numbers there, which the plan does not
+    use; `step_s` is what the best plan found with all devices takes, where one fits."""
+
+    device: str
+    devices: tuple[int, ...]
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Every decision for training one model on one cluster.
 
     `pipeline` counts the ranks of the pipeline, `chunks` the stages of each: `stages` has
     `pipeline * chunks` entries, on ranks as the schedule places them. `objective` is what the plan
     has the least of: `time` of a step, `memory` of the fullest rank, or `cost` of a sample.
+
+    `cluster` are the devices that the plan uses. Where these are not all that were asked for, or in
+    another order, `devices` has the number there of the device of every rank.
     """
 
     version: int = PLAN_VERSION
@@ -283,6 +296,8 @@ class Plan:
     certificate: Certificate
     pins: tuple[PinPrice, ...] = ()
     notes: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 where the mesh has no such axis."""

@@ -25,7 +25,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def widest_tensor(setting: Setting) -> int:
     """Largest tensor degree searched unless pinned: the fastest links' domain, at least 8."""
-    return max(setting.cluster.links[0].span, WIDEST_TENSOR)
+    return max(setting.cluster.domain, WIDEST_TENSOR)
 
 
 def space_text(setting: Setting) -> str:
@@ -33,7 +33,7 @@ def space_text(setting: Setting) -> str:
     return (
         f"pipeline x data x context x tensor over all {setting.cluster.num_devices} devices, "
         f"tensor up to {widest_tensor(setting)}, context x tensor up to "
-        f"{setting.cluster.links[0].span} with one sample a micro-batch; micro-batches of 1, 2, 4, "
+        f"{setting.cluster.domain} with one sample a micro-batch; micro-batches of 1, 2, 4, "
         "... samples a data rank, up to all of them; stages of any consecutive blocks; "
         "per op any placement its rules allow; per block any ops run again, and ZeRO "
         f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedules "
@@ -147,7 +147,7 @@ def _shards(setting: Setting, ranks: int) -> Iterator[int]:
     pins, most = setting.pins, max((e.experts for e in setting.experts.values()), default=1)
     if pins.expert is not None and (pins.expert > most or ranks % pins.expert):
         return
-    span = min(most, setting.cluster.links[0].span)
+    span = min(most, setting.cluster.domain)
     for shard in divisors(ranks):
         if pins.shard is not None:
             offered = shard == pins.shard
@@ -165,7 +165,7 @@ def _is_offered(degree: int, pinned: int | None, widest: int) -> bool:
 
 def _may_split_sequence(setting: Setting, context: int, tensor: int) -> bool:
     """Whether a context degree is searched: the pinned one, or any inside the fastest links."""
-    span = setting.cluster.links[0].span
+    span = setting.cluster.domain
     if context == 1:
         return setting.pins.context in (None, 1)
     if setting.sequence_length < 2 * context:

@@ -40,11 +40,14 @@ def fastest_plan(setting: Setting, progress: Progress = lambda what, done: None)
     pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
     setting = replace(setting, pins=pins)
     planner = Planner(setting=setting, progress=progress)
-    found = planner.search()
-    plan = _plan(planner, found)
-    if setting.pins.items():
-        plan = replace(plan, pins=_pin_prices(setting, plan, progress))
-    return plan
+    return with_pin_prices(setting, found_plan(planner, planner.search()), progress)
+
+
+def with_pin_prices(setting: Setting, plan: Plan, progress: Progress) -> Plan:
+    """The plan with its pins, and what they cost where that is asked for."""
+    if not setting.pins.items():
+        return plan
+    return replace(plan, pins=_pin_prices(setting, plan, progress))
 
 
 def check_backend(name: str) -> None:
@@ -55,7 +58,8 @@ def check_backend(name: str) -> None:
         raise InputError(str(error)) from None
 
 
-def _plan(planner: Planner, found: Found) -> Plan:
+def found_plan(planner: Planner, found: Found) -> Plan:
+    """What a search found as a plan, its pins aside."""
     setting, simulator = planner.setting, Simulator(planner=planner)
     planner.progress("simulating the best grids", None)
     best = simulator.fastest(found)

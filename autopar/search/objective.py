@@ -16,6 +16,7 @@ from autopar.ir.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.plan.price import price_text, sample_price, step_price
 from autopar.plan.text import amount, percent
+from autopar.search.arranged import fastest_arranged
 from autopar.search.conflict import closest_miss, conflict_lines, find_conflict
 from autopar.search.grids import grids
 from autopar.search.infeasible import NothingFits
@@ -144,7 +145,7 @@ def _cost_note(setting: Setting, best: Plan, seen: list[Plan], left: float) -> s
 
 
 _MAKERS: dict[str, Callable[[Setting, Progress], Plan]] = {
-    "time": fastest_plan,
+    "time": fastest_arranged,
     "memory": _leanest,
     "cost": _cheapest,
 }

@@ -100,6 +100,7 @@ class _Seen:
     close_enough: bool = False
     left_s: float = inf
     top: int = 0
+    ceiling_s: float = inf
     _fastest: dict[object, float] = field(default_factory=dict)
 
     @property
@@ -107,8 +108,13 @@ class _Seen:
         """What a plan must take less than, to be better than the best, or to be among the `top`
         that come after it, each by another technique."""
         if len(self._fastest) <= self.top:
-            return inf
-        return sorted(self._fastest.values())[self.top] * (1 - _TIE)
+            return self.ceiling_s
+        return min(self.ceiling_s, sorted(self._fastest.values())[self.top] * (1 - _TIE))
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a plan already that others must beat."""
+        return self.best is not None or self.ceiling_s < inf
 
     def ends_search(self, queue: Sequence[_Entry], gap: float) -> bool:
         """Whether the best is known to be within `gap` of all that is left."""
@@ -158,11 +164,20 @@ class Planner:
         Raises InfeasiblePlan with the numbers of the closest miss, InputError where the pins leave
         no grid.
         """
-        deadline = time.monotonic() + self.setting.time_limit_s
+        found = self.search_below(inf, self.setting.time_limit_s)
+        assert isinstance(found, Found)
+        return found
+
+    def search_below(self, ceiling_s: float, time_limit_s: float) -> Found | float:
+        """The same within a time, of plans whose objective is below `ceiling_s`; where there is
+        none, what all are known to take at the least."""
+        deadline = time.monotonic() + time_limit_s
         candidates = grids(self.setting)
         self._check_pins(candidates)
-        seen = _Seen(total=len(candidates), top=self.setting.top or 0)
+        seen = _Seen(total=len(candidates), top=self.setting.top or 0, ceiling_s=ceiling_s)
         self._drain(self._heap(candidates), seen, deadline)
+        if seen.best is None and ceiling_s < inf:
+            return min([seen.left_s, ceiling_s, *map(self._left_s, seen.unfit)])
         if seen.best is None:
             raise NothingFits(explain_infeasible(self.pricer, seen.unfit))
         return self._found(seen)
@@ -172,12 +187,12 @@ class Planner:
         while queue:
             entry = heapq.heappop(queue)
             bound, grid = entry.bound, entry.grid
-            if seen.best is not None and bound >= seen.limit_s:
+            if seen.compares and bound >= seen.limit_s:
                 continue
-            if bound == inf and (seen.best is not None or len(seen.unfit) >= _HOPELESS):
+            if bound == inf and (seen.compares or len(seen.unfit) >= _HOPELESS):
                 return
             late = time.monotonic() > deadline
-            if seen.best is not None and (late or seen.in_vain >= PATIENCE):
+            if seen.compares and (late or seen.in_vain >= PATIENCE):
                 seen.timed_out = late
                 seen.leave([entry, *queue])
                 return
@@ -253,9 +268,9 @@ class Planner:
         return queue
 
     def _sharper(self, entry: _Entry) -> _Entry:
-        sharper, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
-        bound, plain = max(sharper.step_s, entry.bound), sharper.plain_s
-        promise = max(bound, plain + self.bounds.upkeep_s(entry.grid, plain))
+        bound, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
+        bound = max(bound, entry.bound)
+        promise = bound + self.bounds.upkeep_s(entry.grid, bound)
         return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
 
     def _solve(self, grid: Grid, seen: _Seen) -> Iterator[Staged]:
@@ -271,7 +286,7 @@ class Planner:
         ]
         fits = False
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
-            if seen.best is not None and bound >= seen.limit_s:
+            if seen.compares and bound >= seen.limit_s:
                 return
             if fits and problem.shares_ranks:
                 seen.left_s = min(seen.left_s, bound)
@@ -311,8 +326,7 @@ class Planner:
         relevant = {name: layout for name, layout in fixed.items() if name in names}
         if not self.setting.shared_positions[class_index]:
             shared = UNSPLIT
-        stages = grid.pipe.num_stages
-        key = (grid.base, stages, class_index, tuple(sorted(relevant.items())), shared)
+        key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
             per_home = [
                 class_options(self.shardings.at(home), grid, class_index, relevant, shared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from autopar.costs.compute import Profile
@@ -28,7 +28,8 @@ class Setting(GraphFacts):
     `memory_limit_bytes` caps what a device offers; `backend` and `time_limit_s` are the solver's.
     `objective` is what is least, see `search.objective`. `gap` ends the search once a plan is
     proven to be that close to the best, `top` has it go on until so many other techniques are
-    solved too. `execution` is what runs the plan.
+    solved too. With `all_devices` the plan uses each, in the given order. `execution` is what runs
+    the plan.
     """
 
     name: str
@@ -46,6 +47,14 @@ class Setting(GraphFacts):
     objective: str = "time"
     gap: float = 0.0
     top: int | None = None
+    all_devices: bool = False
+
+    def on(self, cluster: Cluster) -> Setting:
+        """The same on another cluster, keeping what is worked out about the graph."""
+        other = replace(self, cluster=cluster)
+        given = {each.name for each in fields(self)}
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in given})
+        return other
 
     @cached_property
     def whole_state(self) -> StateBytes:

@@ -82,7 +82,8 @@ def test_the_text_is_laid_out_for_people(sample_plan):
     assert max(map(len, lines)) <= 140
     assert any('"layout": ["R*", "S(0)"]' in line for line in lines)
     keys = [line.split('"')[1] for line in lines if line.startswith(' "')]
-    assert keys == [field.name for field in fields(Plan)]
+    rearranged = ("devices", "left_out")  # of a cluster that is not used as it is
+    assert keys == [f.name for f in fields(Plan) if f.name not in rearranged]
 
 
 def test_flags_and_empty_fields_at_their_default_are_left_out(sample_plan):

@@ -16,9 +16,11 @@ from autopar.costs.clusters import parse_cluster
 from autopar.costs.collectives import axis_route
 from autopar.costs.hardware import GIB
 from autopar.costs.memory import reserve_bytes
+from autopar.errors import PlanMismatch
 from autopar.ir.cluster import Axis, Cluster
 from autopar.plan.check import check_plan
 from autopar.plan.explain import explain
+from autopar.plan.fingerprint import check_cluster
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import from_json, to_json
@@ -41,12 +43,16 @@ class Stack(nn.Module):
 HIDDEN = 4096
 
 
-def planned(cluster: Cluster | str, layers: int = 12, **pins: object) -> Planned:
+def planned(
+    cluster: Cluster | str, layers: int = 12, *, all_devices: bool = False, **pins: object
+) -> Planned:
     with torch.device("meta"):
         model = Stack(layers, HIDDEN)
         batch = {name: torch.empty(64, HIDDEN) for name in "xy"}
     options = PlanOptions(
-        pins=tuple((name, str(value)) for name, value in pins.items()), price_pins=False
+        pins=tuple((name, str(value)) for name, value in pins.items()),
+        price_pins=False,
+        all_devices=all_devices,
     )
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     return plan_model(model, batch, where, options, name="stack")
@@ -142,9 +148,48 @@ def test_memory_is_never_above_a_device_s_own(tenths):
 
 
 def test_the_plan_says_which_devices_run_what():
-    text = explain(planned("1:h100-sxm+1:a100-80gb", pipeline=2).plan)
+    text = explain(planned("1:h100-sxm+1:a100-80gb", all_devices=True, pipeline=2).plan)
     assert "Which devices run what" in text
     assert "rank 0 on h100-sxm of 80 GiB" in text
     assert "rank 1 on a100-80gb of 80 GiB" in text
     alike = explain(planned("2x1:h100-sxm", pipeline=2).plan)
     assert "Which devices run what" not in alike
+
+
+def test_devices_that_only_slow_things_down_are_left_out():
+    plan = planned("4:h100-sxm+1:a100-80gb@network=1", micro_batches=1).plan
+    assert plan.num_devices == plan.cluster.num_devices < 5
+    (left,) = (each for each in plan.left_out if each.device == "a100-80gb")
+    assert left.devices == (4,)
+    assert left.step_s is not None
+    assert left.step_s > plan.prediction.step_s
+    again = from_json(to_json(plan))
+    assert again.devices == plan.devices
+    assert again.left_out[0].step_s == pytest.approx(left.step_s)
+    assert "left out: 1 x a100-80gb, device 4: with all devices" in explain(plan)
+    check_cluster(plan, plan.cluster)
+    check_cluster(plan, parse_cluster("4:h100-sxm+1:a100-80gb@network=1"))
+    with pytest.raises(PlanMismatch, match="number of devices"):
+        check_cluster(plan, parse_cluster("8:h100-sxm"))
+
+
+def test_all_devices_are_used_where_that_is_asked_for():
+    cluster = "4:h100-sxm+1:a100-80gb@network=1"
+    assert planned(cluster, all_devices=True).plan.num_devices == 5
+
+
+@pytest.mark.parametrize("count", [3, 5, 7])
+def test_any_number_of_devices_has_a_plan(count):
+    plan = planned(f"{count}:h100-sxm").plan
+    assert plan.num_devices + sum(len(left.devices) for left in plan.left_out) == count
+    assert planned(f"{count}:h100-sxm", pipeline=count, all_devices=True).plan.pipeline == count
+
+
+def test_the_group_that_a_pipeline_begins_with_is_searched():
+    given = planned("1:h100-sxm+1:a100-80gb", all_devices=True, pipeline=2).plan
+    free = planned("1:h100-sxm+1:a100-80gb", pipeline=2).plan
+    turned = planned("1:a100-80gb+1:h100-sxm", all_devices=True, pipeline=2).plan
+    assert free.prediction.step_s == turned.prediction.step_s < given.prediction.step_s
+    assert (free.devices, free.left_out) == ((1, 0), ())
+    assert given.devices == ()
+    assert "ranks are devices 1, 0 of the cluster that was asked for" in explain(free)
