@@ -25,7 +25,7 @@ def lower_bound(problem: PartitionProblem) -> float:
     what perfectly balanced stages take. Whole blocks in their order cannot be balanced so well:
     max T is also what the best cuts of the blocks at their least times leave.
     """
-    problem = _on_any_device(problem.scaled())
+    problem = on_any_device(problem.scaled())
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
     stages = problem.num_stages
     ranks = problem.rank_stages()
@@ -50,7 +50,7 @@ def lower_bound(problem: PartitionProblem) -> float:
     return bound * (1 - _ROUNDING)
 
 
-def _on_any_device(problem: PartitionProblem) -> PartitionProblem:
+def on_any_device(problem: PartitionProblem) -> PartitionProblem:
     """A relaxation with options that any stage may use: what a kind of device takes longer for
     every class than the fastest for it is in the stage's scale, and no longer in its options."""
     if len(set(problem.stage_device)) == 1:

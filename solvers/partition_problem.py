@@ -26,6 +26,18 @@ class BlockOption:
     transient_bytes: float = 0.0
     device: int = 0
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All that it takes and holds."""
+        return (
+            self.time_s,
+            self.static_bytes,
+            self.saved_bytes,
+            self.sync_s,
+            self.transient_bytes,
+            self.device,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageUse:
@@ -166,7 +178,7 @@ class PartitionProblem:
             if not options:
                 raise ValueError(f"classes[{index}]: expected at least one option, found none")
             for option in options:
-                _check_numbers(f"classes[{index}]", dataclasses.astuple(option))
+                _check_numbers(f"classes[{index}]", option.numbers)
         for index in sorted(set(self.blocks)):
             lacking = set(self.stage_device) - {option.device for option in self.classes[index]}
             if lacking:

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import inf
+from typing import NamedTuple
 
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.collective import CollectiveOp
+from autopar.search.floors import Floors
 from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
+from autopar.search.stages import chain_problem
 from autopar.search.state import least_state_bytes
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition_pooled import pooled_bound
+
+Least = Callable[[int, Grid, Home], float]
+"""Seconds that no block of a class beats on a grid and a home."""
+
+
+class Bound(NamedTuple):
+    """What a step takes at the least, and with memory and parameters for free."""
+
+    step_s: float
+    plain_s: float
 
 
 class Sharpness(IntEnum):
-    """What a bound has in it: every op at its fastest, the moves between them too, and the
-    schedule's real bubble."""
+    """What a bound has in it: every op at its fastest; what parameters take and hold; the moves
+    between ops too; how long forwards and backwards take a schedule to start and to end; what
+    stages have in flight; and the schedule's real bubble."""
 
     COMPUTE = 0
-    SHARDED = 1
-    SCHEDULED = 2
+    HELD = 1
+    SHARDED = 2
+    STARTED = 3
+    IN_FLIGHT = 4
+    SCHEDULED = 5
 
 
 @dataclass
@@ -32,7 +50,9 @@ class Bounds:
     """Bounds the grids of one setting, remembering the shardings they rest on."""
 
     problems: ShardingProblems
+    _floors: dict[Home, Floors] = field(default_factory=dict)
     _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
+    _plain: dict[object, float] = field(default_factory=dict)
 
     @property
     def pricer(self) -> Pricer:
@@ -43,16 +63,24 @@ class Bounds:
         """The cheapest bound, of sharpness `COMPUTE`."""
         return self._bound(grid, self._least_weights(grid), self._least)
 
-    def sharper(self, grid: Grid, sharpness: Sharpness) -> tuple[float, Sharpness]:
+    def sharper(self, grid: Grid, sharpness: Sharpness) -> tuple[Bound, Sharpness]:
         """The next sharper bound of a grid, and how sharp it is."""
         if sharpness == Sharpness.COMPUTE:
+            return self._held(grid, self._least_weights(grid), self._least), Sharpness.HELD
+        if sharpness == Sharpness.HELD:
+            sharp = Sharpness.SHARDED if grid.pipe.splits_backward else Sharpness.STARTED
+            return self._held(grid, self._least_weights(grid), self._fastest), sharp
+        if sharpness == Sharpness.SHARDED:
+            return self._held(grid, self._started_weights(grid), self._fastest), Sharpness.STARTED
+        if sharpness == Sharpness.STARTED:
             closed = has_closed_form(grid.pipe, self._slowdown)
-            return self.sharded(grid), Sharpness.SCHEDULED if closed else Sharpness.SHARDED
-        return self._bound(grid, self.weights(grid), self._fastest), Sharpness.SCHEDULED
+            sharp = Sharpness.SCHEDULED if closed else Sharpness.IN_FLIGHT
+            return self._scheduled(grid, self._started_weights(grid)), sharp
+        return self._scheduled(grid, self.weights(grid)), Sharpness.SCHEDULED
 
     def sharded(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
-        return self._bound(grid, self._least_weights(grid), self._fastest)
+        return self._held(grid, self._least_weights(grid), self._fastest).step_s
 
     def upkeep_s(self, grid: Grid, step_s: float) -> float:
         """About what a grid's step takes beside `step_s` for its parameters: to sum gradients, and
@@ -84,7 +112,21 @@ class Bounds:
 
     def _least_weights(self, grid: Grid) -> Weights:
         """The objective of a bound: the least bubble that the schedule can leave."""
-        return Weights.of(least_step(grid.pipe, self._slowdown), grid.pipe, self._slowdown)
+        weight = 1.0
+        if grid.pipe.splits_backward:
+            home = self.pricer.homes(grid)[0]
+            bounding = self.problems.at(home).bounding
+            classes = self.pricer.setting.chain.classes
+            weight = max(bounding(grid, c.index).most_weight for c in classes)
+        step = least_step(grid.pipe, self._slowdown, weight=weight)
+        return Weights.of(step, grid.pipe, self._slowdown)
+
+    def _started_weights(self, grid: Grid) -> Weights:
+        """The same where it is known what the parts of a split backward take."""
+        if not grid.pipe.splits_backward:
+            return self._least_weights(grid)
+        step = least_step(grid.pipe, self._slowdown, *self._parts(grid))
+        return Weights.of(step, grid.pipe, self._slowdown)
 
     @property
     def _slowdown(self) -> float:
@@ -107,19 +149,22 @@ class Bounds:
             self._shares[grid.base] = shares
         return self._shares[grid.base]
 
-    def _bound(
-        self, grid: Grid, weights: Weights, least: Callable[[int, Grid, Home], float]
-    ) -> float:
+    def _bound(self, grid: Grid, weights: Weights, least: Least) -> float:
         """The objective of blocks that take the `least` time of their class, memory for free.
 
         Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
         by how much, if nothing else fits.
         """
-        chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
+        key = (grid, weights, least.__name__)
+        if key not in self._plain:
+            self._plain[key] = self._plain_bound(grid, weights, least)
+        return self._plain[key]
+
+    def _plain_bound(self, grid: Grid, weights: Weights, least: Least) -> float:
+        chain = self.pricer.setting.chain
         if not self._state_may_fit(grid):
             return inf
-        homes = self.pricer.homes(grid)
-        kinds = list(dict.fromkeys(homes))
+        kinds = list(dict.fromkeys(self.pricer.homes(grid)))
         fastest = [[least(c.index, grid, home) for home in kinds] for c in chain.classes]
         if any(inf in times for times in fastest):
             return inf
@@ -130,18 +175,74 @@ class Bounds:
             )
             for times in fastest
         )
-        return lower_bound(
-            PartitionProblem(
-                blocks=tuple(block.class_index for block in chain.blocks),
-                classes=classes,
-                num_stages=stages,
-                in_flight=(0,) * stages,
-                capacity_bytes=(1.0,) * stages,
-                num_micro_batches=grid.micro_batches,
-                sum_weight=weights.sum,
-                max_weight=weights.longest,
-                stage_device=tuple(kinds.index(homes[place]) for place in grid.pipe.placement),
+        return lower_bound(self._plain_problem(grid, weights, classes))
+
+    def _plain_problem(
+        self, grid: Grid, weights: Weights, classes: tuple[tuple[BlockOption, ...], ...]
+    ) -> PartitionProblem:
+        """The chain with memory for free."""
+        chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
+        homes = self.pricer.homes(grid)
+        of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
+        devices = [of_home[home] for home in homes] if len(of_home) > 1 else [0] * len(homes)
+        return PartitionProblem(
+            blocks=tuple(block.class_index for block in chain.blocks),
+            classes=classes,
+            num_stages=stages,
+            in_flight=(0,) * stages,
+            capacity_bytes=(1.0,) * stages,
+            num_micro_batches=grid.micro_batches,
+            sum_weight=weights.sum,
+            max_weight=weights.longest,
+            stage_device=tuple(devices[place] for place in grid.pipe.placement),
+        )
+
+    def _held(self, grid: Grid, weights: Weights, least: Least) -> Bound:
+        """The same with what parameters take and hold at the least, all memory together, as if
+        every stage had one micro-batch in flight.
+
+        Stages that do not flush update otherwise; theirs is the bound without.
+        """
+        plain = self._bound(grid, weights, least)
+        if not grid.pipe.flushes or plain == inf:
+            return Bound(plain, plain)
+        stages, setting = grid.pipe.num_stages, self.pricer.setting
+        ranks = range(0, grid.pipeline * grid.stage_devices, grid.stage_devices)
+        free = sum(
+            count * (setting.memory_bytes(rank) - reserve_bytes(device, grid.communicators))
+            for rank, count in setting.cluster.counts(ranks)
+            for device in (setting.cluster.device(rank),)
+        )
+        problem = replace(
+            self._plain_problem(grid, weights, self._floor_classes(grid, least)),
+            in_flight=(1,) * stages,
+            capacity_bytes=(free / grid.pipeline,) * stages,
+            stage_rank=grid.pipe.placement,
+        )
+        return Bound(max(plain, pooled_bound(problem)), plain)
+
+    def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
+        """The same with all that each stage has in flight."""
+        sharded = self._held(grid, weights, self._fastest)
+        if not grid.pipe.flushes or sharded.step_s == inf:
+            return sharded
+        classes = self._floor_classes(grid, self._fastest)
+        full = pooled_bound(chain_problem(self.pricer, grid, classes, weights, messages=False))
+        return sharded._replace(step_s=max(sharded.step_s, full))
+
+    def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:
+        homes = list(dict.fromkeys(self.pricer.homes(grid)))
+        for home in homes:
+            self._floors.setdefault(home, Floors(self.pricer.at(home)))
+        return tuple(
+            tuple(
+                option
+                for device, home in enumerate(homes)
+                for option in self._floors[home].options(
+                    grid, c.index, least(c.index, grid, home), device
+                )
             )
+            for c in self.pricer.setting.chain.classes
         )
 
     def _state_may_fit(self, grid: Grid) -> bool:

@@ -33,7 +33,7 @@ class Grid:
 
     @property
     def base(self) -> Grid:
-        """The grid without its schedule, on which no block's options depend."""
+        """The grid without its schedule, on which no block's shardings depend."""
         return replace(self, schedule="", chunks=1)
 
     @property

@@ -21,6 +21,7 @@ from autopar.search.pipelines import Pipeline
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.recompute import Again
+from autopar.search.setting import Setting
 from autopar.search.sharding import Sharding, Upkeep, pareto_shardings, sync_shares_s
 from autopar.search.state import (
     UNSPLIT,
@@ -209,6 +210,12 @@ def _update_bytes(pricer: Pricer, grid: Grid, states: States, block: Block) -> U
     return UpdateBytes(every_bytes=max(0, widened) + every, once_bytes=max(bucket, once))
 
 
+def cold_share(setting: Setting, stages: int) -> float:
+    """The share of first blocks of so many stages among the blocks that have weights."""
+    with_weights = sum(1 for block in setting.chain.blocks if block.parameters)
+    return min(1.0, stages / max(with_weights, 1))
+
+
 def class_options(
     problems: ShardingProblems,
     grid: Grid,
@@ -224,7 +231,7 @@ def class_options(
     """
     pricer, setting = problems.pricer, problems.pricer.setting
     block = setting.chain.representative(class_index)
-    with_weights = sum(1 for other in setting.chain.blocks if other.parameters)
+    cold = cold_share(setting, grid.pipe.num_stages)
     prices = pricer.prices(grid)
     found: list[ClassOption] = []
     for sharding in _shardings(problems, grid, class_index, fixed):
@@ -243,7 +250,7 @@ def class_options(
                     bound_s=sharding.bound,
                     overlaps=OVERLAPS.get(pricer.device.kind, True),
                     hidden=curve_of(pricer.device).hidden,
-                    cold=min(1.0, grid.pipe.num_stages / max(with_weights, 1)),
+                    cold=cold,
                     update=update,
                 )
                 for again in pinned_ways(cost.ways, setting.pins.recompute)
@@ -311,6 +318,15 @@ def pinned_ways(ways: Sequence[Again], pin: str | None) -> Sequence[Again]:
 
 
 def _shardings(
+    problems: ShardingProblems, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
+) -> list[Sharding]:
+    key = (grid.base, class_index, tuple(sorted(fixed.items())))
+    if key not in problems.shardings:
+        problems.shardings[key] = _pareto(problems, grid, class_index, fixed)
+    return problems.shardings[key]
+
+
+def _pareto(
     problems: ShardingProblems, grid: Grid, class_index: int, fixed: Mapping[str, Layout]
 ) -> list[Sharding]:
     problem = problems.of(grid, class_index, fixed)

@@ -156,22 +156,34 @@ class Weights:
         return Weights(sum=share, longest=max(0.0, step - share * pipeline.num_stages))
 
 
-def least_step(pipeline: Pipeline, slowdown: float = 1.0) -> float:
+def least_step(
+    pipeline: Pipeline, slowdown: float = 1.0, forward: float = 0.0, weight: float = 1.0
+) -> float:
     """What no such schedule beats with equal stages of one second and free messages.
 
     With full backwards the last rank waits for a first micro-batch, and others wait after it. Where
-    ranks share cores (`schedules.sharing`), a stage takes 1 / `slowdown` of a second alone, and the
-    cores have all work to do.
+    a backward is split, a forward takes at least the share `forward` of a second and weight
+    gradients at most `weight`: the last rank waits for forwards, and a micro-batch goes through all
+    stages and back. Where ranks share cores (`schedules.sharing`), a stage takes 1 / `slowdown` of
+    a second alone, and the cores have all work to do.
     """
     work = pipeline.micro_batches * pipeline.chunks
     if slowdown > 1:
-        return max(float(work), least_step(pipeline) / slowdown)
-    if pipeline.splits_backward or not pipeline.flushes:
+        return max(float(work), least_step(pipeline, 1.0, forward, weight) / slowdown)
+    if not pipeline.flushes:
         return float(work)
+    if pipeline.splits_backward:
+        first, last = _rounded(forward), _rounded(weight)
+        through = pipeline.num_stages * (1.0 - last) + last
+        return max(work + (pipeline.ranks - 1) * first, through)
     if pipeline.chunks == 1:
         return float(work + pipeline.ranks - 1)
     through = pipeline.num_stages
     return float(max(work + min(pipeline.ranks - 1, through), through))
+
+
+def _rounded(share: float) -> float:
+    return round(share * _STEPS) / _STEPS
 
 
 def has_closed_form(pipeline: Pipeline, slowdown: float = 1.0) -> bool:

@@ -268,9 +268,9 @@ class Planner:
         return queue
 
     def _sharper(self, entry: _Entry) -> _Entry:
-        bound, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
-        bound = max(bound, entry.bound)
-        promise = bound + self.bounds.upkeep_s(entry.grid, bound)
+        sharper, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
+        bound, plain = max(sharper.step_s, entry.bound), sharper.plain_s
+        promise = max(bound, plain + self.bounds.upkeep_s(entry.grid, plain))
         return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
 
     def _solve(self, grid: Grid, seen: _Seen) -> Iterator[Staged]:
@@ -326,7 +326,8 @@ class Planner:
         relevant = {name: layout for name, layout in fixed.items() if name in names}
         if not self.setting.shared_positions[class_index]:
             shared = UNSPLIT
-        key = (grid.base, class_index, tuple(sorted(relevant.items())), shared)
+        stages = grid.pipe.num_stages
+        key = (grid.base, stages, class_index, tuple(sorted(relevant.items())), shared)
         if key not in self._options:
             per_home = [
                 class_options(self.shardings.at(home), grid, class_index, relevant, shared)

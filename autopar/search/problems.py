@@ -24,11 +24,13 @@ class ShardingProblems:
 
     What a block runs on one rank depends on the sizes of the axes that split samples only where
     it has collectives over them. Grids that differ in these sizes alone share a problem otherwise,
-    if their other collectives take the same routes.
+    if their other collectives take the same routes. `shardings` are those found for options.
     """
 
     pricer: Pricer
+    shardings: dict[object, list[Sharding]] = field(default_factory=dict)
     _at: dict[Home, ShardingProblems] = field(default_factory=dict)
+    _known: dict[object, ShardingProblem] = field(default_factory=dict)
     _made: dict[object, ShardingProblem] = field(default_factory=dict)
     _crosses: dict[int, bool] = field(default_factory=dict)
     _costs: dict[object, BlockCost] = field(default_factory=dict)
@@ -91,6 +93,20 @@ class ShardingProblems:
     def _problem(
         self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], *, over_samples: bool
     ) -> ShardingProblem:
+        asked = (
+            grid.mesh,
+            grid.micro_batch,
+            class_index,
+            tuple(sorted(fixed.items())),
+            over_samples,
+        )
+        if asked not in self._known:
+            self._known[asked] = self._make(grid, class_index, fixed, over_samples=over_samples)
+        return self._known[asked]
+
+    def _make(
+        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], *, over_samples: bool
+    ) -> ShardingProblem:
         pricer, mesh = self.pricer, self.pricer.block_mesh(grid)
         block = pricer.setting.chain.representative(class_index)
         space = pricer.space(block, mesh, fixed)
@@ -114,6 +130,7 @@ class ShardingProblems:
                 space,
                 prices,
                 kept=pricer.made(block),
+                products=pricer.products(block),
                 backend=pricer.setting.backend,
                 time_limit_s=pricer.setting.time_limit_s,
             )

@@ -78,8 +78,9 @@ def sync_shares_s(space: BlockSpace, prices: Prices, shares: int) -> dict[Ref, l
 class _Builder:
     """Collects the nodes and edges of the choice problem of one block."""
 
-    def __init__(self, space: BlockSpace, prices: Prices) -> None:
-        self.space, self.prices = space, prices
+    def __init__(self, space: BlockSpace, prices: Prices, products: Collection[str] = ()) -> None:
+        self.space, self.prices, self.products = space, prices, products
+        self.most_weight = 0.0
         self.node_costs: list[NDArray[np.float64]] = []
         self.op_costs: list[NDArray[np.float64]] = []
         self.edges: list[Edge] = []
@@ -97,7 +98,11 @@ class _Builder:
             costs = []
             for option in options:
                 inner = self.prices.inner_s(node, option)
-                costs.append(sum(self.prices.compute(node, option, self.prices)) + sum(inner))
+                forward_s, backward_s = self.prices.compute(node, option, self.prices)
+                costs.append(forward_s + backward_s + sum(inner))
+                if node.name in self.products and backward_s:
+                    share = backward_s / (forward_s + backward_s)
+                    self.most_weight = max(self.most_weight, share)
             index = self.add(costs)
             self.op_costs.append(self.node_costs[index].copy())
             for output in range(len(node.outputs)):
@@ -226,7 +231,8 @@ def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
 class ShardingProblem:
     """The priced ILP of one block, to be solved for several upkeeps and prices of a byte.
 
-    `kept` are the values, besides parameters, that an upkeep may count the bytes of.
+    `kept` are the values, besides parameters, that an upkeep may count the bytes of; `products` the
+    ops whose weight gradients may be computed apart.
     """
 
     def __init__(
@@ -235,13 +241,14 @@ class ShardingProblem:
         prices: Prices,
         *,
         kept: Collection[Ref] = (),
+        products: Collection[str] = (),
         backend: str = "highs",
         time_limit_s: float = 120.0,
     ) -> None:
         self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
         if self._possible:
-            self._builder = _Builder(space, prices)
+            self._builder = _Builder(space, prices, products)
             self._builder.add_ops()
             self._builder.add_parameters()
             self._kept = [ref for ref in kept if ref in self._builder.option_layouts]
@@ -264,6 +271,11 @@ class ShardingProblem:
             return inf
         ops = self._builder.op_costs
         return sum(float(costs.min()) for costs in ops)
+
+    @property
+    def most_weight(self) -> float:
+        """The share of a block's time that its weight gradients take at the most."""
+        return self._builder.most_weight if self._possible else 1.0
 
     def solve(self, upkeep: Upkeep = NO_UPKEEP, byte_price_s: float = 0.0) -> Sharding | None:
         """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.

@@ -33,7 +33,7 @@ from autopar.search.pipelines import (
     messages_under_way,
 )
 from autopar.search.pricer import Pricer
-from solvers.partition import PartitionProblem, PartitionSolution, solve_partition
+from solvers.partition import BlockOption, PartitionProblem, PartitionSolution, solve_partition
 from solvers.solution import Status, fits, relative_gap
 
 _PROVEN = 1e-6
@@ -179,7 +179,24 @@ def partition_problem(
     options: Mapping[int, tuple[ClassOption, ...]],
     weights: Weights,
 ) -> PartitionProblem:
-    """The chain of blocks as a partition problem for one grid.
+    """The chain of blocks as a partition problem for one grid."""
+    pipe = grid.pipe
+    classes = tuple(
+        tuple(option.as_option(pipe) for option in options[c.index])
+        for c in pricer.setting.chain.classes
+    )
+    return chain_problem(pricer, grid, classes, weights)
+
+
+def chain_problem(
+    pricer: Pricer,
+    grid: Grid,
+    classes: tuple[tuple[BlockOption, ...], ...],
+    weights: Weights,
+    *,
+    messages: bool = True,
+) -> PartitionProblem:
+    """The same with the options of every class as they are given, and room for `messages` or none.
 
     What a rank holds once, whatever its stages, is counted with the first of them.
     """
@@ -190,18 +207,16 @@ def partition_problem(
     once_s, hops = _hop_times(pricer, grid)
     homes = pricer.homes(grid)
     of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
-    messages = message_bytes(pricer, grid)
+    held = message_bytes(pricer, grid) if messages else (0,) * grid.pipeline
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
-        classes=tuple(
-            tuple(option.as_option(pipe) for option in options[c.index]) for c in chain.classes
-        ),
+        classes=classes,
         num_stages=pipe.num_stages,
         in_flight=held_together(pipe),
         capacity_bytes=tuple(float(setting.least_memory_bytes(own)) for own in ranks),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(_reserve_bytes(pricer, grid, own) + messages[place]) * once
+            float(_reserve_bytes(pricer, grid, own) + held[place]) * once
             for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
         boundary_s=once_s,

@@ -152,11 +152,14 @@ def parameter_states(
     for position, ref in enumerate(block.parameters):
         source = setting.sources[ref.name]
         choice = shared if position in several else zero
-        states.append((source.fqn, _state(source, by_name[source.fqn], prices, choice)))
+        states.append((source.fqn, parameter_state(source, by_name[source.fqn], prices, choice)))
     return tuple(states)
 
 
-def _state(source: Source, layout: Layout, prices: Prices, choice: ZeroChoice) -> ParameterState:
+def parameter_state(
+    source: Source, layout: Layout, prices: Prices, choice: ZeroChoice
+) -> ParameterState:
+    """How a parameter lies that ops read in a layout."""
     splits = source.kind is SourceKind.PARAMETER and (source.trainable or choice.level == 3)
     if not (choice.level and splits):
         return ParameterState(layout=layout)
@@ -173,15 +176,16 @@ def held_bytes(
     first = pricer.setting.chain.representative(block.class_index)
     by_name, prices = dict(states), pricer.prices(grid)
     return total_bytes(
-        _held(pricer, ref, by_name[pricer.setting.sources[model.name].fqn], prices, grid)
+        parameter_bytes(pricer, ref, by_name[pricer.setting.sources[model.name].fqn], prices, grid)
         for ref, model in zip(block.parameters, first.parameters, strict=True)
         if ref.name not in skip
     )
 
 
-def _held(
+def parameter_bytes(
     pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices, grid: Grid
 ) -> StateBytes:
+    """State held for one parameter."""
     source, training = pricer.setting.sources[ref.name], pricer.setting.training
     whole, shard = (
         state_bytes(
@@ -215,7 +219,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
             optimizer_s += optimizer_seconds(pricer, grid, ref, state)
             if state.level >= 2:
                 whole = ParameterState(layout=state.layout)
-                gradient = _held(pricer, ref, whole, prices, grid).gradients
+                gradient = parameter_bytes(pricer, ref, whole, prices, grid).gradients
                 if not _accumulates(setting, grid, state.level):
                     unreduced += gradient
                 elif state.level == 3:

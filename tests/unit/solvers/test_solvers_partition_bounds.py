@@ -11,8 +11,13 @@ import pytest
 from solvers.backends import get_backend
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
-from solvers.random_problems import random_partition_problem, random_shared_problem
+from solvers.random_problems import (
+    random_mixed_problem,
+    random_partition_problem,
+    random_shared_problem,
+)
 
 HIGHS = get_backend("highs")
 
@@ -85,3 +90,31 @@ def test_what_fits_no_stage_has_no_bound():
     assert math.isinf(best_partition(problem))
     assert lower_bound(problem) < math.inf
     assert math.isinf(relaxed_bound(problem, HIGHS))
+
+
+@pytest.mark.parametrize(
+    "make", [random_partition_problem, random_shared_problem, random_mixed_problem]
+)
+def test_prices_for_all_memory_together_give_a_bound(make):
+    sharper = 0
+    for seed in range(150):
+        problem = make(np.random.default_rng(seed))
+        best, cheap, pooled = best_partition(problem), lower_bound(problem), pooled_bound(problem)
+        assert cheap <= pooled <= best * (1 + 1e-9)
+        sharper += pooled > cheap * (1 + 1e-6)
+    assert sharper > 15
+
+
+def test_blocks_cannot_all_lie_where_they_are_held_least():
+    """Of 8 in flight on the first stage and 1 on the last; all blocks on the last take as long."""
+    one = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=1.0)
+    again = BlockOption(time_s=1.5, static_bytes=0.0, saved_bytes=0.0)
+    problem = chain(8, 4, one, again, in_flight=(8, 6, 4, 2), capacity=(4.0,) * 4, micro_batches=8)
+    best = best_partition(problem)
+    assert lower_bound(problem) == pytest.approx(8 + 7 * 2)
+    assert 25 < pooled_bound(problem) <= best
+
+
+def test_memory_that_does_not_suffice_anywhere_bounds_all():
+    one = BlockOption(time_s=1.0, static_bytes=5.0, saved_bytes=0.0)
+    assert pooled_bound(chain(4, 2, one, capacity=(9.0, 9.0))) == math.inf

@@ -1,0 +1,188 @@
+"""What no option of a class is below: its least time, bytes and sums, for every ZeRO choice.
+
+Options are many and take sharding problems to find; their floors take none, and tell which grids
+have to gather weights, or cannot hold what they have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.costs.calibration import curve_of
+from autopar.costs.compute import memory_s
+from autopar.ir.blocks import Block
+from autopar.ir.graph import Ref
+from autopar.ir.placement import Layout
+from autopar.rules.index_expr import LOCAL
+from autopar.search.block import BlockSpace
+from autopar.search.grid import Grid
+from autopar.search.options import OVERLAPS, cold_share
+from autopar.search.pricer import Pricer
+from autopar.search.state import (
+    UNSPLIT,
+    ParameterState,
+    ZeroChoice,
+    accumulation_bytes,
+    again_shares,
+    gather_seconds,
+    optimizer_seconds,
+    parameter_bytes,
+    parameter_state,
+    shared_choices,
+    sync_kinds,
+    sync_seconds,
+    zero_choices,
+)
+from solvers.partition import BlockOption
+
+
+class Floor(NamedTuple):
+    """The least that the parameters of a class take under one ZeRO choice, whatever their layouts.
+
+    `held_bytes` all the time; a step `once_s`, and `early_s` that may hide behind compute; a
+    micro-batch `each_s`, and `gather_s` that may hide.
+    """
+
+    held_bytes: float = 0.0
+    once_s: float = 0.0
+    early_s: float = 0.0
+    each_s: float = 0.0
+    gather_s: float = 0.0
+
+
+@dataclass
+class Floors:
+    """The floors of the classes of one setting, each found once for all schedules of a grid."""
+
+    pricer: Pricer
+    _found: dict[object, tuple[tuple[Floor, ...], int, int]] = field(default_factory=dict)
+
+    def options(
+        self, grid: Grid, class_index: int, least_s: float, device: int = 0
+    ) -> tuple[BlockOption, ...]:
+        """Options of which one is no worse in any respect than any real one, where no pass of both
+        directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
+        floors, saved, deferred = self._of(grid, class_index)
+        hidden = _hidden(self.pricer, grid)
+        if grid.pipe.splits_backward:
+            saved = max(saved, deferred)
+        options = [
+            BlockOption(
+                time_s=least_s + each.each_s + each.gather_s - hidden * min(each.gather_s, least_s),
+                # gradients may come as what is saved goes, once
+                static_bytes=max(0.0, each.held_bytes - saved),
+                saved_bytes=float(saved),
+                sync_s=each.once_s + (1.0 - hidden) * each.early_s,
+                device=device,
+            )
+            for each in floors
+        ]
+        return tuple(dict.fromkeys(options))
+
+    def _of(self, grid: Grid, class_index: int) -> tuple[tuple[Floor, ...], int, int]:
+        key = (grid.base, class_index)
+        if key not in self._found:
+            pricer = self.pricer
+            block = pricer.setting.chain.representative(class_index)
+            space = pricer.space(block, pricer.block_mesh(grid))
+            choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
+            self._found[key] = (
+                tuple(_floor(pricer, grid, block, space, choice) for choice in choices),
+                _saved_bytes(pricer, grid, block, space),
+                _deferred_bytes(pricer, grid, block, space),
+            )
+        return self._found[key]
+
+
+def _hidden(pricer: Pricer, grid: Grid) -> float:
+    """The share of what goes beside compute that costs no time, see `ClassOption`."""
+    if not OVERLAPS.get(pricer.device.kind, True):
+        return 0.0
+    return curve_of(pricer.device).hidden * (1.0 - cold_share(pricer.setting, grid.pipe.num_stages))
+
+
+def _floor(
+    pricer: Pricer, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
+) -> Floor:
+    """Of all parameters of a block; those of several blocks under any choice that they may have."""
+    prices, several = pricer.prices(grid), pricer.setting.shared_positions[block.class_index]
+    shared = shared_choices(zero_choices(prices, pricer.setting.pins.zero)) or (UNSPLIT,)
+    layouts = {source.name: offered for source, offered in space.parameters}
+    kept = pricer.kept_parameters(block)
+    least: list[Floor] = []
+    known: dict[object, Floor] = {}
+    for position, ref in enumerate(block.parameters):
+        source = pricer.setting.sources[ref.name]
+        choices = shared if position in several else (choice,)
+        offered, again = layouts[ref.name], ref in kept
+        alike = (source.spec, source.trainable, source.kind, offered, choices, again)
+        if alike not in known:
+            floors = [
+                _parameter_floor(
+                    pricer, grid, ref, parameter_state(source, layout, prices, each), again
+                )
+                for layout in offered
+                for each in choices
+            ]
+            known[alike] = Floor(*map(min, zip(*floors, strict=True)))
+        least.append(known[alike])
+    return Floor(*map(sum, zip(Floor(), *least, strict=True)))
+
+
+def _parameter_floor(
+    pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState, kept: bool
+) -> Floor:
+    source = pricer.setting.sources[ref.name]
+    gather_s = each_s = once_s = early_s = 0.0
+    if state.level == 3:
+        passes = 1.0 + kept * min(again_shares(pricer.setting, grid))
+        gather_s += passes * gather_seconds(pricer, grid, ref, state)
+    if source.trainable:
+        for each, seconds in sync_seconds(pricer, grid, ref, state):
+            kinds = sync_kinds(pricer.setting, state.level, each[0])
+            early_s += seconds * ("early" in kinds)
+            once_s += seconds * ("sync" in kinds and "early" not in kinds)
+            gather_s += seconds * ("reduce" in kinds)
+        summed = accumulation_bytes(pricer, grid, ref, state)
+        each_s += memory_s(summed, pricer.device, kernels=0)
+        once_s += optimizer_seconds(pricer, grid, ref, state)
+    held = parameter_bytes(pricer, ref, state, pricer.prices(grid), grid)
+    return Floor(sum(held), once_s, early_s, each_s, gather_s)
+
+
+def _saved_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:
+    """What is kept of the values that a block is given: no way to run it again makes them."""
+    given = [value.ref for value in pricer.saved(block).values if value.kind != "made"]
+    return sum(
+        _least_bytes(pricer, grid, ref, [space.given[ref], *_read_as(space, ref)])
+        for ref in given
+        if ref in space.given
+    )
+
+
+def _deferred_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:
+    """What weight gradients that are computed later need: inputs, and gradients of outputs."""
+    products, inputs, total = pricer.products(block), dict[Ref, int](), 0
+    for node, options in zip(space.nodes, space.options, strict=True):
+        local = all(s.kernel == LOCAL.name for option in options for s in option.strategies)
+        if node.name not in products or not local:
+            continue
+        made = [option.outputs[0] for option in options]
+        total += _least_bytes(pricer, grid, Ref(node.name), made)
+        for index in products[node.name].held:
+            ref = node.inputs()[index]
+            least = _least_bytes(pricer, grid, ref, [option.inputs[index] for option in options])
+            inputs[ref] = min(least, inputs.get(ref, least))
+    return total + sum(inputs.values())
+
+
+def _read_as(space: BlockSpace, ref: Ref) -> list[Layout]:
+    readers = space.consumers.get(ref, ())
+    return [option.inputs[at] for index, at in readers for option in space.options[index]]
+
+
+def _least_bytes(pricer: Pricer, grid: Grid, ref: Ref, layouts: Sequence[Layout]) -> int:
+    prices = pricer.prices(grid)
+    return min((prices.local_bytes(ref, layout) for layout in set(layouts)), default=0)

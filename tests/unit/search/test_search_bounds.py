@@ -1,0 +1,109 @@
+"""No plan on a grid is below any of the grid's bounds, and floors are below every option."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.compiler import PlanOptions, planning_setting
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.bounds import Sharpness
+from autopar.search.floors import Floors
+from autopar.search.grids import grids
+from autopar.search.pipelines import FREE, Pipeline, equal_step, least_step
+from autopar.search.planner import Planner
+from model_zoo.gpt import GPT, GPTConfig
+from model_zoo.mlp import MLP
+from solvers.partition import solve_partition
+
+LEAN = 4_815_000_000
+"""Bytes of a device that leave little beside what it needs for itself."""
+
+
+def mlp(cluster, **options):
+    with torch.device("meta"):
+        captured = capture(MLP(4, 512), {k: torch.empty(16, 512) for k in ("x", "y")})
+    return Planner(setting=planning_setting(captured, cluster, PlanOptions(**options)))
+
+
+def gpt(cluster, tied=False, **options):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=4, hidden=256, heads=4, vocab=512, seq_len=128, tied=tied))
+        tokens = torch.zeros(4, 128, dtype=torch.long)
+        captured = capture(model, {"input_ids": tokens, "labels": tokens})
+    return Planner(setting=planning_setting(captured, cluster, PlanOptions(**options)))
+
+
+SETTINGS = {
+    "mlp": lambda: mlp("2x2:h100-sxm", global_batch=16),
+    "mlp that lacks room": lambda: mlp(
+        "2x2:h100-sxm", global_batch=16, memory_limit_bytes=4_815_000_000
+    ),
+    "gpt": lambda: gpt("2x2:h100-sxm", global_batch=8, precision="bf16"),
+    "tied gpt": lambda: gpt("2x2:h100-sxm", tied=True, global_batch=8, precision="bf16"),
+    "gpt on devices of two kinds": lambda: gpt(
+        "1x2:h100-sxm+1x2:a100-80gb", global_batch=4, precision="bf16"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_plan_is_below_a_bound_of_its_grid(name):
+    planner = SETTINGS[name]()
+    bounds, sharper = planner.bounds, 0
+    for grid in grids(planner.setting)[::3]:
+        best = min(
+            (solve_partition(problem, method="dp").bound for _, problem in planner.problems(grid)),
+            default=math.inf,
+        )
+        bound, sharpness = bounds.computed(grid), Sharpness.COMPUTE
+        assert bound <= best * (1 + 1e-9)
+        while sharpness < Sharpness.SCHEDULED and bound < math.inf:
+            found, sharpness = bounds.sharper(grid, sharpness)
+            assert found.plain_s <= found.step_s <= best * (1 + 1e-9), (grid, sharpness)
+            sharper += found.step_s > found.plain_s * (1 + 1e-6)
+    assert sharper > 3
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_option_is_above_a_floor_in_every_respect(name):
+    planner = SETTINGS[name]()
+    homes = [planner.pricer.homes(grid) for grid in grids(planner.setting)]
+    whole = next(iter({home for of_grid in homes for home in of_grid}))
+    floors = Floors(planner.pricer.at(whole))
+    for grid in grids(planner.setting)[::5]:
+        if set(planner.pricer.homes(grid)) != {whole}:
+            continue
+        for options, problem in planner.problems(grid):
+            for kind, of_class in options.items():
+                least_s = planner.bounds._fastest(kind, grid, whole)
+                offered = floors.options(grid, kind, least_s)
+                for option in of_class:
+                    real = option.as_option(grid.pipe)
+                    assert any(
+                        floor.time_s <= real.time_s * (1 + 1e-9)
+                        and floor.sync_s <= real.sync_s * (1 + 1e-9) + 1e-15
+                        and floor.saved_bytes <= real.saved_bytes
+                        and floor.static_bytes + floor.saved_bytes
+                        <= real.static_bytes + real.saved_bytes
+                        for floor in offered
+                    ), (grid, kind)
+            assert problem.num_stages == grid.pipe.num_stages
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [c for c in FREE if SCHEDULES[c[0]].flushes])
+def test_no_schedule_takes_less_than_its_least(schedule, chunks):
+    checked = 0
+    for ranks, batches in product((2, 3, 4, 8), (1, 2, 5, 8, 24)):
+        if SCHEDULES[schedule].why_not(ranks, chunks, batches):
+            continue
+        pipe = Pipeline(schedule=schedule, ranks=ranks, chunks=chunks, micro_batches=batches)
+        for forward, weight in ((1 / 3, 1 / 3), (0.2, 0.5), (0.5, 0.1), (0.34, 0.0)):
+            step = equal_step(pipe, forward, weight)
+            assert least_step(pipe, 1.0, forward, weight) <= step * (1 + 1e-9)
+            assert least_step(pipe, weight=weight) <= step * (1 + 1e-9)
+            assert least_step(pipe) <= step * (1 + 1e-9)
+            checked += 1
+    assert checked > 20
