@@ -21,7 +21,8 @@ class Execution:
     `early_sync` are the ZeRO levels at which gradients are summed during the last backward, or of
     `reduces_each` during that of every micro-batch. `fuses`: a chain of pointwise ops is one
     kernel; `fuses_accumulation`: a product that makes a weight's gradient adds it to the sum
-    itself. `hides_messages`: those between stages run beside compute; `hides_tensor`: what tensor
+    itself; `fuses_loss`: a kernel makes the gradient of logits without a copy of them in float32.
+    `hides_messages`: those between stages run beside compute; `hides_tensor`: what tensor
     ranks gather and scatter moves beside the products that read or make it, in a part for each of
     them. `scatters`: tensor ranks that hold the same value each send a part of it to the next stage
     or to experts, gathered on the other side. `host_s`: seconds of the host to start a kernel,
@@ -37,6 +38,7 @@ class Execution:
     reduces_each: frozenset[int] = frozenset()
     fuses: bool = False
     fuses_accumulation: bool = False
+    fuses_loss: bool = False
     hides_messages: bool = True
     hides_tensor: bool = False
     scatters: bool = False

@@ -74,6 +74,7 @@ class _Context:
     specs: Mapping[Ref, TensorSpec]
     storage: StorageMap
     device_kind: str
+    uncast: Mapping[Ref, Ref]
 
     @property
     def output(self) -> Ref:
@@ -109,15 +110,19 @@ def saved_refs(
     storage: StorageMap | None = None,
     exclude: Collection[Ref] = (),
     device_kind: str = "cuda",
+    fuses_loss: bool = False,
 ) -> SavedSet:
     """What `nodes`, in execution order, keep for their backward pass, each storage once.
 
     `storage` is `trace_storage` of the whole graph; without it values from outside `nodes` are
     taken to own their storage. `exclude` are parameters and buffers, which are held anyway: nothing
-    that lies in their storage is counted. Values keep the order of first use.
+    that lies in their storage is counted. With `fuses_loss` a loss keeps its logits as they are
+    before they are widened for it. Values keep the order of first use.
     """
     storage = storage or trace_storage(nodes, specs, device_kind=device_kind)
     made = {Ref(node.name, i) for node in nodes for i in range(len(node.outputs))}
+    casts = [node for node in nodes if fuses_loss and op_name(node.target) == "to"]
+    uncast = {Ref(node.name): node.inputs()[0] for node in casts}
     refs: dict[Ref, None] = {}
     pairs: list[tuple[str, Ref]] = []
     extras: list[SavedExtra] = []
@@ -131,6 +136,7 @@ def saved_refs(
             specs=specs,
             storage=storage,
             device_kind=device_kind,
+            uncast=uncast,
         )
         kept = _kept(context)
         refs.update(dict.fromkeys(storage.base(ref) for ref in kept.refs))
@@ -284,6 +290,8 @@ def _loss_extras(context: _Context) -> tuple[SavedExtra, ...]:
 
 def _sum_loss_extras(context: _Context) -> tuple[SavedExtra, ...]:
     logits = context.inputs[0]
+    if (narrow := context.uncast.get(logits)) is not None:
+        return (context.extra("logits", logits, context.itemsize(narrow)),)
     return (context.extra("log-softmax", logits, _accumulator(context.itemsize(logits))),)
 
 

@@ -168,13 +168,17 @@ def _freed_by(steps: Sequence[RunStep]) -> dict[int, list[Key]]:
 
 
 def workspaces(
-    node: OpNode, numel: Callable[[Ref], int], specs: Mapping[Ref, TensorSpec]
+    node: OpNode,
+    numel: Callable[[Ref], int],
+    specs: Mapping[Ref, TensorSpec],
+    *,
+    fuses_loss: bool = False,
 ) -> tuple[int, int]:
     """Bytes of temporaries inside the kernels of a node's forward and backward, `numel` being the
-    local elements of its inputs."""
+    local elements of its inputs; of a loss none where `fuses_loss`."""
     name = op_name(node.target)
     inputs = node.inputs()
-    if not inputs:
+    if not inputs or (fuses_loss and name in LOSSES):
         return 0, 0
     first = _First(numel=numel(inputs[0]), itemsize=DTYPE_BYTES[specs[inputs[0]].dtype])
     forward, backward = FORWARD_WORKSPACE.get(name), BACKWARD_WORKSPACE.get(name)
@@ -215,6 +219,8 @@ def _normed_again(x: _First) -> int:
 
 
 _Workspace = Callable[[_First], int]
+
+LOSSES = frozenset(("cross_entropy_sum", "cross_entropy_loss"))
 
 FORWARD_WORKSPACE: dict[str, _Workspace] = {
     "cross_entropy_sum": _wide_copy,

@@ -169,6 +169,7 @@ class Pricer:
                 ),
                 paths=self._paths,
                 scatters=self.setting.execution.scatters,
+                fuses_loss=self.setting.execution.fuses_loss,
             )
         return self._prices[key]
 
@@ -256,6 +257,7 @@ class Pricer:
                 storage=self.setting.storage,
                 exclude=held,
                 device_kind=self.device.kind,
+                fuses_loss=self.setting.execution.fuses_loss,
             )
         return self._saved[block.index]
 

@@ -30,7 +30,7 @@ class Prices:
     `compute(node, option, prices)` gives forward and backward seconds; `collective(op, nbytes,
     axis)` seconds. `updated` values cannot be moved. `paths` may be shared with other prices.
     Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
-    `scatters` is `Execution.scatters`.
+    `scatters` and `fuses_loss` are those of `Execution`.
     """
 
     names: tuple[str, ...]
@@ -44,6 +44,7 @@ class Prices:
     bucket_bytes: float = 0.0
     paths: Paths = field(default_factory=Paths, repr=False)
     scatters: bool = False
+    fuses_loss: bool = False
     _bytes: dict[tuple[Ref, Layout], int] = field(default_factory=dict, init=False, repr=False)
     _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False

@@ -101,6 +101,7 @@ class Running:
                 node,
                 lambda ref: prod(self.prices.local_shape(ref, dict(reads)[ref])),
                 self.prices.specs,
+                fuses_loss=self.prices.fuses_loss,
             ),
         )
 

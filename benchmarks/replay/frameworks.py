@@ -60,7 +60,8 @@ class Framework:
     `execution` is what overlaps and what is fused; `attention` the kernel where a row does not say.
     `fused_norm` and `fused_rotary`: these are one kernel each. `wide_gradients`: they are added up,
     and sent, in float32. `even_stages`: every stage has equally many layers. `zero` is the level
-    where a row does not say.
+    where a row does not say. `interleaves`: its recipes give a rank several stages, how many for
+    every model.
     """
 
     execution: Execution
@@ -71,6 +72,7 @@ class Framework:
     wide_gradients: bool = False
     even_stages: bool = True
     zero: int = 0
+    interleaves: bool = False
     why: str = ""
 
 
@@ -87,6 +89,7 @@ EARLY_NEMO = Framework(
     attention=FLASH_2,
     execution=Execution(**_MEGATRON_CORE),
     zero=1,
+    interleaves=True,
     why="2023: FlashAttention of Transformer Engine 0.x and 1.0; tp_comm_overlap off by default",
 )
 """NeMo before 2024."""
@@ -179,10 +182,11 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         "Composer/LLM-Foundry",
         Framework(
             attention=FLASH_1,
-            execution=Execution(**_FSDP, **_EAGER),
+            execution=Execution(fuses_loss=True, **_FSDP, **_EAGER),
             zero=3,
             why="Triton attention, PyTorch op by op, FSDP that reduces the gradients of every "
-            "micro-batch",
+            "micro-batch; loss_fn fused_crossentropy is MPT's default "
+            "(llmfoundry/models/mpt/modeling_mpt.py)",
         ),
     ),
     (
@@ -201,6 +205,7 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
             attention=BEST,
             execution=Execution(hides_tensor=True, **_MEGATRON_CORE),
             zero=1,
+            interleaves=True,
             why="Megatron-Core with Transformer Engine; recipes set overlap_grad_reduce, "
             "overlap_param_gather, tp_comm_overlap, and with interleaving overlap_p2p_comm",
         ),

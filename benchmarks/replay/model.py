@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model_zoo.experts import DroplessExperts, TopKRouter
-from model_zoo.layers import Embedding, Linear, next_token_loss
+from model_zoo.layers import Embedding, Linear
 from model_zoo.llama import rotate
 
 
@@ -157,7 +157,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model: embeddings, layers, norm, head."""
+    """The language model: embeddings, layers, norm, head. Labels are the next tokens, as the data
+    loaders of frameworks hand them out."""
 
     cos: Tensor
     sin: Tensor
@@ -184,7 +185,8 @@ class Decoder(nn.Module):
                 x = F.dropout(x, self.a.dropout, self.training)
         for layer in self.layers:
             x = layer(x, angles)
-        return next_token_loss(self.head(self.norm(x)), labels)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, self.a.vocab), labels.view(-1))
 
 
 def parameters(a: Architecture, layers: int) -> float:

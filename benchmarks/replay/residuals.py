@@ -13,11 +13,11 @@ LEAST_RUNS, LARGE = 3, 0.1
 
 MISSING: Mapping[str, str] = {
     "experts": "exchanges that send a token once to a node with several of its experts (DeepEP, "
-    "HybridEP), and that run beside the products of shared layers",
-    "DT-FM NeurIPS22 Case 2": "instances of 4 and of 1 device in one cluster: tensor ranks cross "
-    "them, and only some share a network card",
+    "HybridEP), and beside the products of shared layers",
+    "DT-FM NeurIPS22 Case 2": "instances of which only some share a network card, in an order of "
+    "ranks that is not published, and cards that exceed their rate for a while",
     "DT-FM NeurIPS22 Case 1": "links between the devices of a node that are no switch (DGX-1V's "
-    "cube mesh), and what DeepSpeed keeps whole between passes",
+    "cube mesh)",
     "8 bits": "saved tensors of one byte, and what scales cost in small products",
     "PaxML": "what XLA runs again, and when it starts its collectives: neither is published",
     "MaxText": "what XLA runs again, and when it starts its collectives: neither is published",

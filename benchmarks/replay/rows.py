@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,17 @@ _A100_NODE_GB_S = DEVICES_TABLE["a100-80gb"].links.node_bandwidth_bytes_s / 1e9
 
 STATED: Mapping[str, Row] = {
     "SC21 Fig": {"ffn": "4h"},
-    "DT-FM NeurIPS22 Case 2": {"gpus_per_node": 4, "internode_gbps_per_gpu": 2.5},
+    "DT-FM NeurIPS22 Case 2": {
+        "gpus_per_node": 4,
+        "internode_gbps_per_gpu": 2.5,
+        "cluster": str(Path(__file__).parents[1] / "data" / "v100-case2.yaml"),
+    },
 }
 """What sources say of all their rows, by how their name begins. Narayanan et al. 2021, section 2:
 the inner width is four times the hidden. DT-FM (github.com/DS3Lab/Decentralized_FM_alpha,
 results/NeurIPS2022_submission.md): case 2 has half its devices four to an instance, the others one,
-and 10 Gb/s an instance, so that of the first four share what instances send."""
+and 10 Gb/s an instance, so that of the first four share what instances send; `cluster` is a file
+with the first half before the other."""
 
 
 SPLIT_MODULES = ("attention", "feed_forward", "token", "head")
@@ -141,12 +147,40 @@ def is_oom(row: Row) -> bool:
 
 def left_out(row: Row) -> str | None:
     """Why a row says nothing that a prediction could be held to; None if it does."""
+    if (why := unmeasured(row)) is None and _moves_too_much(row):
+        return "its plan moves more over the network than its time allows"
+    return why
+
+
+def unmeasured(row: Row) -> str | None:
+    """Why a row has no figure that can be taken as it stands; None if it has."""
     if "checks" in row:
         return "its own numbers disagree"
     if not is_oom(row) and measured_s(row) is None:
         status = str(row.get("status"))
         return "no step time" if status.startswith("ok") else f"status {status.partition(',')[0]}"
     return None
+
+
+def _moves_too_much(row: Row) -> bool:
+    """Whether a run at ZeRO level 3 had no time for what its plan moves over the network at least.
+
+    Every node takes in the weights once in a micro-batch, and where gradients are reduced then too,
+    as much again, two bytes each and but for what it holds itself. Such a run took more samples at
+    a time than it says, or ran otherwise.
+    """
+    seconds, rate = measured_s(row), row.get("internode_gbps_per_gpu")
+    node, gpus = int(row.get("gpus_per_node") or 8), int(row.get("n_gpus") or 0)
+    asked = ("params_b", "global_batch_seqs", "micro_batch_seqs")
+    if row.get("zero_stage") != 3 or not seconds or not rate or gpus <= node:
+        return False
+    if any(name not in row for name in asked) or "group" in str(row.get("fsdp")):
+        return False
+    split = prod(int(row.get(name) or 1) for name in ("tp", "pp", "cp"))
+    micro_batches = row["global_batch_seqs"] * split / (row["micro_batch_seqs"] * gpus)
+    passes = 1 + (3 in framework_of(row).execution.reduces_each)
+    moved_bytes = 2 * passes * 1e9 * row["params_b"] / split * (1 - node / gpus) * micro_batches
+    return bool(moved_bytes > seconds * node * rate * 1e9 / 8)
 
 
 def thinned(rows: Iterable[Row], most: int) -> list[Row]:
@@ -172,7 +206,7 @@ def job(row: Row) -> Job:
     if row.get("offload", "none") not in ("none", None):
         raise Unpriced("offloads to the host")
     precision, framework, cluster = _precision(row), framework_of(row), _cluster(row)
-    share = attention_share(attention_kernel(row, framework), cluster.partition(":")[2])
+    share = attention_share(attention_kernel(row, framework), _device(row))
     return Job(
         key=str(row["id"]),
         source=str(row["dataset"]),
@@ -271,13 +305,18 @@ def _kind(row: Row, precision: str, framework: Framework) -> Architecture:
     return min(kinds, key=lambda a: abs(_count_error(row, a)))
 
 
-def _cluster(row: Row) -> str:
+def _device(row: Row) -> str:
     gpu = str(row["gpu"])
-    if any(word in gpu for word in LIMITED):
-        raise Unpriced(f"device {gpu}: no such row")
     name = next((ours for theirs, ours in DEVICES if gpu.startswith(theirs)), None)
-    if name is None:
+    if name is None or any(word in gpu for word in LIMITED):
         raise Unpriced(f"device {gpu}: no such row")
+    return name
+
+
+def _cluster(row: Row) -> str:
+    if "cluster" in row:
+        return str(row["cluster"])
+    name = _device(row)
     gpus, node = int(row["n_gpus"]), int(row.get("gpus_per_node") or 8)
     few = re.search(r"NVLink (\d+) inter-gpu", str(row.get("intranode_link")))
     links = f"@node={_A100_NODE_GB_S * int(few[1]) / _A100_NVLINKS:.4g}" if few else ""
@@ -300,6 +339,10 @@ def _pins(row: Row, framework: Framework) -> Iterator[tuple[str, str]]:
     micro = int(row["micro_batch_seqs"])
     if int(row["global_batch_seqs"]) % (micro * data):
         raise Unpriced("the micro-batches do not make up the global batch")
+    if row.get("moe_experts") and cp > 1:
+        raise Unpriced("context ranks keep tokens split through experts, where ours run them all")
+    if pp > 1 and row.get("vpp") is None and framework.interleaves:
+        raise Unpriced("not published: stages of a rank")
     if int(row.get("etp") or tp) != tp:
         raise Unpriced("experts have a tensor degree of their own")
     yield from (("pipeline", str(pp)), ("tensor", str(tp)), ("context", str(cp)))

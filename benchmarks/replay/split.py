@@ -1,7 +1,7 @@
 """Which sources constants are fitted on, and which they are held to.
 
 Whole sources, so that no setup is on both sides: for every device the sources, the one with the
-most usable runs first, go to the fit and to the test part in turn. Everything from the two papers
+most measured runs first, go to the fit and to the test part in turn. Everything from the two papers
 that simulators are compared on, and what else describes their runs, is in the test part.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from replay.rows import Row, left_out
+from replay.rows import Row, unmeasured
 
 HELD_OUT = ("Megatron-LM SC21", "SC21", "Korthikanti", "Megatron-LM README Jan-2021")
 
@@ -20,7 +20,7 @@ def part(rows: Iterable[Row]) -> Mapping[str, str]:
     sizes: Counter[str] = Counter()
     devices: dict[str, Counter[str]] = {}
     for row in rows:
-        sizes[row["dataset"]] += left_out(row) is None
+        sizes[row["dataset"]] += unmeasured(row) is None
         devices.setdefault(row["dataset"], Counter())[str(row.get("gpu"))[:4]] += 1
     found: dict[str, str] = {}
     seen: Counter[str] = Counter()

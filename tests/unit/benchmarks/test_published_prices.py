@@ -52,6 +52,7 @@ ROW = {
     "micro_batch_seqs": 2,
     "tp": 2,
     "pp": 2,
+    "vpp": 1,
     "sequence_parallel": True,
     "zero_stage": 1,
     "recompute": "full",

@@ -234,3 +234,51 @@ def test_the_split_of_the_rows_that_come_with_the_benchmarks():
     assert any(source.startswith("BLOOM") for source in fit)
     assert not any(source.startswith(("Megatron-LM SC21", "SC21", "Korthikanti")) for source in fit)
     assert "llm-foundry MPT benchmarks" not in fit
+
+
+DEEPSPEED = {
+    **SC21,
+    "dataset": "somewhere",
+    "framework": "DeepSpeed",
+    "params_b": 1.0,
+    "n_gpus": 64,
+    "internode_gbps_per_gpu": 1.25,
+    "global_batch_seqs": 1024,
+    "micro_batch_seqs": 1,
+    "tp": 1,
+    "pp": 1,
+    "zero_stage": 3,
+    "iteration_s": 100.0,
+}
+
+
+def test_a_run_that_had_no_time_for_what_its_plan_moves_is_left_out():
+    """16 times 2 GB of weights and as much of gradients, of which a node of 8 has an eighth itself,
+    over 1.25 GB/s."""
+    least_s = 16 * 2 * 2 * 7 / 8 / 1.25
+    assert left_out({**DEEPSPEED, "iteration_s": 1.01 * least_s}) is None
+    assert "network" in left_out({**DEEPSPEED, "iteration_s": 0.99 * least_s})
+    other = {**DEEPSPEED, "iteration_s": 0.99 * least_s}
+    assert left_out({**other, "zero_stage": 1}) is None
+    assert left_out({**other, "n_gpus": 8}) is None
+    assert left_out({**other, "micro_batch_seqs": 2}) is None
+
+
+def test_instances_of_several_sizes_are_groups_of_the_cluster(tmp_path):
+    """As the source says it of its second case: four devices share a card, or one has its own."""
+    row = {**SC21, "dataset": "DT-FM NeurIPS22 Case 2 (64 V100)", "gpu": "V100-16GB", "n_gpus": 64}
+    row |= {"pp": 1, "vpp": 1, "global_batch_seqs": 64}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (read,) = read_rows([tmp_path / "rows.jsonl"])
+    cluster = parse_cluster(job(read).cluster)
+    assert [(g.nodes, g.devices_per_node) for g in cluster.groups] == [(8, 4), (32, 1)]
+    near, own, shared = (cluster.link(pair) for pair in ((0, 1), (32, 33), (0, 4)))
+    assert near.name == "node"
+    assert own.bandwidth_bytes_s == 4 * shared.bandwidth_bytes_s
+
+
+def test_how_many_stages_a_rank_has_must_be_published_where_recipes_choose_it():
+    row = {**SC21, "framework": "NeMo", "zero_stage": 1}
+    assert ("chunks", "2") in job(row).pins
+    with pytest.raises(Unpriced, match="stages of a rank"):
+        job({key: value for key, value in row.items() if key != "vpp"})

@@ -255,6 +255,19 @@ def test_loss_keeps_a_wide_log_softmax_and_the_target(logits, each):
     assert [(e.like, e.bytes_per_element) for e in saved.extras] == [(Ref("x"), each)]
 
 
+def test_a_fused_loss_keeps_the_logits_before_they_are_widened():
+    specs = {
+        Ref("x"): TensorSpec(shape=(Size(4), Size(8)), dtype="bfloat16"),
+        Ref("w"): TensorSpec(shape=(Size(4), Size(8)), dtype="float32"),
+        Ref("t"): TensorSpec(shape=(Size(4),), dtype="int64"),
+    }
+    wide = node("w", "aten.to.dtype", Ref("x"), "float32")
+    loss = node("l", "autopar.cross_entropy_sum.default", Ref("w"), Ref("t"), -100, 0.0, shape=())
+    for fuses, each in ((False, 4), (True, 2)):
+        saved = saved_refs([wide, loss], specs, {Ref("x"), Ref("w")}, fuses_loss=fuses)
+        assert [(e.like, e.bytes_per_element) for e in saved.extras] == [(Ref("w"), each)]
+
+
 def attention(dropout=0.0, dtype="float32"):
     shape = (2, 4, 16, 8)
     refs = {Ref(n): TensorSpec(shape=tuple(map(Size, shape)), dtype=dtype) for n in "qkv"}

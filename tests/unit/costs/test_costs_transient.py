@@ -219,3 +219,12 @@ def test_a_batch_norm_works_in_float32(dtype, size, ahead, back):
     found = walk(nodes, {X: x}, outputs=(B,), grads={A, B})
     assert found.forward_bytes == 120 * (2 * size + ahead)
     assert found.backward_bytes == 120 * (3 * size + back)
+
+
+def test_a_fused_loss_makes_no_softmax_beside_its_gradient():
+    logits, labels = Ref("logits"), Ref("labels")
+    specs = {logits: spec(8, 1000, dtype="bfloat16"), labels: spec(8, dtype="int64")}
+    loss = node("loss", "aten.cross_entropy_loss.default", logits, labels, out=spec())
+    sizes = {logits: 8000, labels: 8}
+    assert workspaces(loss, sizes.__getitem__, specs) == (0, 4 * 8000)
+    assert workspaces(loss, sizes.__getitem__, specs, fuses_loss=True) == (0, 0)
