@@ -71,6 +71,12 @@ class Result:
         return self.step_s / self.measured_s - 1
 
 
+def group_of(row: Row) -> str | None:
+    """Rows of one job that differ in their plan: what runs it is nothing that a plan chooses."""
+    group = row.get("plan_group")
+    return None if group is None else f"{group} of {row.get('framework')}"
+
+
 def price(row: Row, captures: Captures, split: str) -> Result:
     """The prediction for one row."""
     known: dict[str, Any] = {
@@ -78,7 +84,7 @@ def price(row: Row, captures: Captures, split: str) -> Result:
         "source": str(row["dataset"]),
         "part": split,
         "model": str(row.get("model_name", "")),
-        "group": row.get("plan_group"),
+        "group": group_of(row),
         "measured_s": measured_s(row),
         "oom": is_oom(row),
         "traits": tuple(traits(row)),

@@ -73,7 +73,9 @@ def document(
         "that they were run with, by the same search and cost model that `autopar plan` uses. "
         "Sources are split whole: constants are fitted on the fit part "
         "(`benchmarks/calibrate.py`), the test part is only held to them "
-        "(`benchmarks/replay/split.py` has the rule).",
+        "(`benchmarks/replay/split.py` has the rule). A group is the plans that were measured for "
+        "one model, cluster, batch and framework; regret is what the plan ranked first took more "
+        "than the fastest.",
         "",
         "## Summary",
         "",

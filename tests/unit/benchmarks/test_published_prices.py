@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from calibrate import BOUNDS, fit
-from published import Result, errors, feasibility, regrets
+from published import Result, errors, feasibility, group_of, regrets
 from replay.lengthen import lengthen
 from replay.model import Architecture, build
 from replay.price import Captures, grid_step_s, search
@@ -182,6 +182,12 @@ def test_constants_are_found_again(solved):
 def result(key: str, **known: object) -> Result:
     base = {"source": "s", "part": "fit", "model": "m", "group": "g", "measured_s": 1.0}
     return Result(**{"key": key, "oom": False, **base, **known})
+
+
+def test_plans_of_several_frameworks_are_no_group():
+    rows = [{**ROW, "plan_group": "g", "framework": name} for name in ("A", "B", "A")]
+    assert group_of(rows[0]) == group_of(rows[2]) != group_of(rows[1])
+    assert group_of(ROW) is None
 
 
 def test_errors_regret_and_feasibility():
