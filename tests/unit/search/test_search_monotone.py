@@ -85,14 +85,13 @@ def test_more_memory(setting, name, cluster):
     assert best(replace(free, memory_limit_bytes=int(most))) == pytest.approx(best(free), rel=1e-9)
 
 
-PINS = [
-    (("data", "2"), ("zero", "1"), ("micro_batch", "1"), ("recompute", "all")),
-    (("pipeline", "2"), ("schedule", "gpipe"), ("micro_batches", "4"), ("recompute", "none")),
-]
+DATA = (("data", "2"), ("zero", "1"), ("micro_batch", "1"), ("recompute", "all"))
+PIPELINE = (("pipeline", "2"), ("schedule", "gpipe"), ("micro_batches", "4"), ("recompute", "none"))
 
 
-@pytest.mark.parametrize("pins", PINS, ids=["data", "pipeline"])
-@pytest.mark.parametrize(("name", "cluster"), [("mlp", "local:4"), ("gpt", "local:2")])
+@pytest.mark.parametrize(
+    ("name", "cluster", "pins"), [("gpt", "local:2", DATA), ("mlp", "local:4", PIPELINE)]
+)
 def test_a_pin_less(setting, name, cluster, pins):
     """Over all sets of four pins, where memory is scarce."""
     limit = int(0.6 * most_bytes(setting(name, cluster)))
