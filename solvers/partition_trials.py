@@ -123,7 +123,13 @@ def _ways(
     """The unbeaten ways of one rank's stages that fit, and the bytes and options of all."""
     runs = [problem.stages(cuts)[k] for k in stages]
     classes = [problem.classes[problem.blocks[b]] for run in runs for b in run]
-    options = np.indices([len(c) for c in classes]).reshape(len(classes), -1).T
+    devices = [problem.stage_device[k] for k, run in zip(stages, runs, strict=True) for _ in run]
+    offered = [
+        [i for i, option in enumerate(c) if option.device == device]
+        for c, device in zip(classes, devices, strict=True)
+    ]
+    trials = np.indices([len(own) for own in offered]).reshape(len(classes), -1).T
+    options = np.stack([np.array(own)[trials[:, i]] for i, own in enumerate(offered)], axis=1)
     value = {
         name: np.stack(
             [np.array([getattr(o, name) for o in c])[options[:, i]] for i, c in enumerate(classes)]
@@ -133,11 +139,14 @@ def _ways(
     time = np.zeros(len(options))
     top, used = np.zeros(len(options)), value["transient_bytes"].max(axis=0)
     start = 0
+    hops = [
+        scale * problem.boundary_s[c - 1] for c, scale in zip(cuts, problem.hop_scale, strict=True)
+    ]
     for k, run in zip(stages, runs, strict=True):
         own = slice(start, start + len(run))
         start += len(run)
         work = problem.time_scale[k] * value["time_s"][own].sum(axis=0)
-        whole = work + sum(problem.boundary_s[c - 1] for c in cuts if c in (run.start, run.stop))
+        whole = work + sum(hops[max(k - 1, 0) : k + 1])
         time += whole
         top = np.maximum(top, whole if problem.boundary_in_max else work)
         saved = problem.in_flight[k] * value["saved_bytes"][own].sum(axis=0)

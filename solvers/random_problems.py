@@ -133,6 +133,28 @@ def random_mixed_problem(seed: int) -> PartitionProblem:
     )
 
 
+def random_mixed_shared_problem(seed: int) -> PartitionProblem:
+    """As `random_shared_problem`, each rank on one of two kinds of devices, with options of its own
+    for each; messages between some stages cost nothing."""
+    rng = np.random.default_rng(seed)
+    problem = random_shared_problem(int(rng.integers(1 << 30)))
+    kind_of = {rank: int(rng.integers(0, 2)) for rank in sorted(set(problem.stage_rank))}
+    classes = tuple(
+        tuple(
+            dataclasses.replace(option, time_s=option.time_s * (1 + kind), device=kind)
+            for kind in (0, 1)
+            for option in options[:2]
+        )
+        for options in problem.classes
+    )
+    return dataclasses.replace(
+        problem,
+        classes=classes,
+        stage_device=tuple(kind_of[rank] for rank in problem.stage_rank),
+        hop_scale=tuple(float(s) for s in rng.choice([0.0, 1.0, 3.0], problem.num_stages - 1)),
+    )
+
+
 def random_shared_problem(seed: int) -> PartitionProblem:
     """As `random_partition_problem`, with two stages a rank, placed in a loop or a V, and terms
     weighed as by pipelines that interleave, hide messages, or split the backward."""

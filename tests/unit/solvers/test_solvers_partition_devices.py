@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from solvers import partition
 from solvers.backends import get_backend
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, lower_bound, solve_partition
+from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
-from solvers.random_problems import random_mixed_problem
+from solvers.random_problems import random_mixed_problem, random_mixed_shared_problem
 from solvers.solution import Status
 
 
@@ -84,3 +86,26 @@ def test_a_class_without_options_for_a_device_is_refused():
 def test_options_of_another_device_are_refused():
     with pytest.raises(ValueError, match="stage 1 is on device 1"):
         two_kinds().use((4,), (0,) * 6)
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_mixed_devices_that_share_ranks_are_bounded_by_brute_force(tries, monkeypatch):
+    if not tries:  # the way of large problems
+        monkeypatch.setattr(partition, "can_try_all", lambda problem: False)
+    exact = 0
+    for seed in range(80):
+        problem = random_mixed_shared_problem(seed)
+        solution, best = solve_partition(problem, method="dp"), best_partition(problem)
+        assert lower_bound(problem) <= best * (1 + 1e-9)
+        assert pooled_bound(problem) <= best * (1 + 1e-9)
+        assert solution.bound <= best * (1 + 1e-9) + 1e-12
+        if solution.status.has_solution:
+            assert solution.objective == problem.objective(
+                problem.use(solution.cuts, solution.options)
+            )
+            best_found = solution.objective <= best * (1 + 1e-6) + 1e-12
+            exact += best_found
+            assert best_found or not partition.can_try_all(problem)
+        else:
+            assert math.isinf(best) or not partition.can_try_all(problem)
+    assert exact > 20
