@@ -365,6 +365,12 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     )
     add("--memory-limit", metavar="GIB", type=_positive, help="memory of each device to plan for")
     add(
+        "--all-devices",
+        action="store_const",
+        const=True,
+        help="use every device of the cluster, its groups in the order given",
+    )
+    add(
         "--time-limit",
         metavar="S",
         type=_positive,

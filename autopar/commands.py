@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 
 _DONE, _NO = 0, 1
 
-_PLANNING = ("global_batch", "precision", "optimizer", "time_limit", "gap", "backend")
+_PLANNING = (
+    "global_batch",
+    "precision",
+    "optimizer",
+    "time_limit",
+    "gap",
+    "backend",
+    "all_devices",
+)
 _ASKED = ("objective", "top")
 _GIB = 2**30
 
