@@ -22,7 +22,9 @@ def needed_ops(
     `Pricer.local`). Raises InputError where the pins leave no grid.
     """
     pricer, found = Pricer(setting), dict[str, LocalOp]()
-    candidates = {(pricer.block_mesh(g), g.micro_batch): g for g in grids(setting)}
+    candidates = {
+        (g.mesh if setting.experts else g.block_mesh, g.micro_batch): g for g in grids(setting)
+    }
     for done, ((mesh, _), grid) in enumerate(candidates.items()):
         progress("listing the ops of all plans", done / len(candidates))
         prices = pricer.prices(grid)

@@ -86,7 +86,7 @@ class Floors:
         if key not in self._found:
             pricer = self.pricer
             block = pricer.setting.chain.representative(class_index)
-            space = pricer.space(block, pricer.block_mesh(grid))
+            space = pricer.space(block, pricer.block_mesh(grid, block))
             choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
             self._found[key] = (
                 tuple(_floor(pricer, grid, block, space, choice) for choice in choices),

@@ -105,10 +105,11 @@ class Pricer:
         fits = profile is not None and profile.machine.row == self.device.name
         return profile if fits else None
 
-    def block_mesh(self, grid: Grid) -> tuple[MeshAxis, ...]:
-        """The mesh that the options of blocks depend on: not on the sizes of the axes that split
-        samples, unless they may split experts."""
-        return grid.mesh if self.setting.experts else grid.block_mesh
+    def block_mesh(self, grid: Grid, block: Block) -> tuple[MeshAxis, ...]:
+        """The mesh that the options of a block depend on: not on the sizes of the axes that split
+        samples, unless they may split its experts."""
+        splits = any(name in self.setting.experts for name in block.nodes)
+        return grid.mesh if splits else grid.block_mesh
 
     def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """The strategies of a node on a mesh axis."""

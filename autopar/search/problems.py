@@ -107,9 +107,9 @@ class ShardingProblems:
     def _make(
         self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], *, over_samples: bool
     ) -> ShardingProblem:
-        pricer, mesh = self.pricer, self.pricer.block_mesh(grid)
+        pricer = self.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.space(block, mesh, fixed)
+        space = pricer.space(block, pricer.block_mesh(grid, block), fixed)
         samples, links = batch_count(grid.names), pricer.links(grid)
         if id(space) not in self._crosses:
             self._crosses[id(space)] = crosses_samples(space, samples)
