@@ -133,6 +133,15 @@ def test_no_device_holds_more_than_it_has_units():
     assert_within_limits(plan)
 
 
+@pytest.mark.parametrize("memories", [[24.0, 2.6], [2.6, 24.0]])
+def test_a_small_device_has_fewer_layers_than_its_time_would_allow(memories):
+    pins = {"pipeline": 2, "micro_batches": 8, "schedule": "1f1b"}
+    plan = planned(with_memories(memories), layers=12, all_devices=True, **pins).plan
+    layers = dict(zip(memories, layers_of(plan), strict=True))
+    assert 3 * layers[2.6] <= layers[24.0]
+    assert_within_limits(plan)
+
+
 def assert_within_limits(plan: Plan) -> None:
     for stages in rank_groups(plan.stages):
         for rank in stages[0].ranks:
