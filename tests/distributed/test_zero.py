@@ -88,8 +88,10 @@ def living_stores():
 @pytest.mark.parametrize("grid", GRIDS)
 def test_training_equals_one_device(pool4, grid):
     """Nothing is left of a model afterwards, which the hooks of its leaves could keep alive."""
+    before = pool4.run(living_stores)  # of other tests in the same workers
     pool4.run(check_all, grid)
-    assert pool4.run(living_stores) == [0] * 4
+    after = pool4.run(living_stores)
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def check_split_backward():
