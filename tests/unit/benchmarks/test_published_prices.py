@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from calibrate import BOUNDS, fit
 from published import Result, errors, feasibility, group_of, regrets
+from replay.document import wrongly_told
 from replay.lengthen import lengthen
 from replay.model import Architecture, build
 from replay.price import Captures, grid_step_s, search
@@ -210,3 +211,16 @@ def test_errors_regret_and_feasibility():
         2,
         1,
     )
+
+
+def test_runs_whose_memory_is_told_wrong_are_listed():
+    def run(key, *, oom, fits):
+        return Result(
+            key=key, source="s", part="test", model="m", group=None, measured_s=1.0, oom=oom,
+            step_s=1.0, fits=fits, peak_gib=79.96,
+        )  # fmt: skip
+
+    told = [run("a", oom=False, fits=True), run("b", oom=True, fits=False)]
+    wrong = [run("c", oom=False, fits=False), run("d", oom=True, fits=True)]
+    rows = [line for line in wrongly_told([*told, *wrong]) if line.startswith("| s |")]
+    assert rows == ["| s | test | c | m | yes | 80.0 |", "| s | test | d | m | no | 80.0 |"]
