@@ -35,8 +35,13 @@ def command(path, *more):
 
 
 def start(path, *more):
+    """Run the command where it can be interrupted: what a shell runs in the background is not."""
     return subprocess.Popen(
-        command(path, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(path, *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
 
 
