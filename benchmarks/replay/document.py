@@ -48,6 +48,11 @@ CAVEATS = """\
 - Rows of NeMo with a pipeline that do not print how many stages a rank has are not priced: recipes
   choose it for every model. Nor are experts under context parallelism, where context ranks keep
   tokens split that autopar's all run.
+- Hagemann et al., LLaMA-13B at length 8192: with everything run again, four samples at a time ran
+  out of memory at every tensor and pipeline degree up to 4 x 4, two at a time at few. A tensor that
+  neither splits would do that: logits of 128,000 tokens, 16.8 GB in float32 for four samples, of
+  which a loss holds several. Here tensor ranks split them; a loss on gathered logits is not priced.
+  Three of the four runs that are told to fit and did not are of these.
 - Rows whose sizes give another number of parameters than they print are not priced: their layers
   are not all of the kind that they describe.
 - Runs narrower than FP8, with offloading, on TPUs, and of fine-tuning are not priced: rows of the
