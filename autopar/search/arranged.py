@@ -16,8 +16,7 @@ from autopar.plan.text import plural
 from autopar.search.grids import grids
 from autopar.search.infeasible import NothingFits
 from autopar.search.make import fastest_plan, found_plan, with_pin_prices
-from autopar.search.pins import settle_pins
-from autopar.search.planner import Planner, Progress
+from autopar.search.planner import Found, Planner, Progress
 from autopar.search.setting import Setting
 from solvers.solution import relative_gap
 
@@ -36,7 +35,7 @@ class _Tried:
 
 
 def fastest_arranged(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
-    """The fastest plan of a setting over the arrangements of its cluster.
+    """The fastest plan of a setting, whose pins are settled, over the arrangements of its cluster.
 
     An arrangement is searched where its bound is below the best plan so far. Raises InfeasiblePlan
     or InputError with the reason, that of the cluster as it is.
@@ -44,13 +43,12 @@ def fastest_arranged(setting: Setting, progress: Progress = lambda what, done: N
     whole, *others = arrangements(setting.cluster)
     if not others or setting.all_devices:
         return fastest_plan(setting, progress)
-    pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
-    setting = replace(setting, pins=pins)
     deadline = time.monotonic() + setting.time_limit_s
     missed: NothingFits | None = None
     best: _Tried | None = None
     try:
-        best = _tried(whole, Planner(setting=setting, progress=progress))
+        planner = Planner(setting=setting, progress=progress)
+        best = _tried(whole, planner, planner.search())
     except NothingFits as miss:
         missed = miss
         if len(setting.cluster.groups) == 1:
@@ -106,16 +104,6 @@ def _by_bound(
     return sorted(found, key=lambda item: item[:2])
 
 
-def _tried(arrangement: Arrangement, planner: Planner) -> _Tried:
-    found = planner.search()
-    return _Tried(
-        arrangement=arrangement,
-        setting=planner.setting,
-        plan=found_plan(planner, found),
-        objective_s=found.best.solution.objective,
-    )
-
-
 def _tried_below(
     arrangement: Arrangement, planner: Planner, limit_s: float, time_s: float
 ) -> _Tried | float:
@@ -124,8 +112,10 @@ def _tried_below(
         found = planner.search_below(limit_s, max(time_s, 1.0))
     except NothingFits:
         return inf
-    if isinstance(found, float):
-        return found
+    return found if isinstance(found, float) else _tried(arrangement, planner, found)
+
+
+def _tried(arrangement: Arrangement, planner: Planner, found: Found) -> _Tried:
     return _Tried(
         arrangement=arrangement,
         setting=planner.setting,

@@ -20,7 +20,7 @@ from autopar.rules import has_rule
 from autopar.search.block_cost import BlockCost
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
-from autopar.search.pins import Pins, settle_pins
+from autopar.search.pins import Pins
 from autopar.search.planner import PATIENCE, Found, Planner, Progress
 from autopar.search.runners_up import runners_up
 from autopar.search.setting import Setting
@@ -32,13 +32,11 @@ _UNMEASURED = 5
 
 
 def fastest_plan(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
-    """The fastest plan of a setting.
+    """The fastest plan of a setting, whose pins are settled.
 
     Raises InfeasiblePlan or InputError with the reason. With pins, a second search without them
     tells what they cost, unless the setting does not ask.
     """
-    pins = settle_pins(setting.pins, setting.graph.sources, setting.block_paths)
-    setting = replace(setting, pins=pins)
     planner = Planner(setting=setting, progress=progress)
     return with_pin_prices(setting, found_plan(planner, planner.search()), progress)
 
