@@ -103,6 +103,26 @@ def node_options(
     return tuple(options)
 
 
+def _known_options(
+    node: OpNode,
+    mesh: Sequence[MeshAxis],
+    strategies: Strategies,
+    sequence: Mapping[Ref, int] | None,
+    known: dict[object, tuple[Option, ...]] | None,
+) -> tuple[Option, ...]:
+    if known is None:
+        return node_options(node, mesh, strategies, sequence)
+    refs = [*node.inputs(), *(Ref(node.name, index) for index in range(len(node.outputs)))]
+    key = (
+        tuple(id(strategies(node, axis)) for axis in mesh),
+        sum(axis.splits_samples for axis in mesh),
+        tuple((sequence or {}).get(ref) for ref in refs),
+    )
+    if key not in known:
+        known[key] = node_options(node, mesh, strategies, sequence)
+    return known[key]
+
+
 def parameter_layouts(
     source: Source,
     wanted: Sequence[Layout],
@@ -152,8 +172,11 @@ def block_space(
     differentiable: frozenset[Ref],
     loss: Ref | None = None,
     pinned: Mapping[str, Mapping[int, Placement]] | None = None,
+    known: dict[object, tuple[Option, ...]] | None = None,
 ) -> BlockSpace:
     """Collect the options of every node and parameter of a block.
+
+    Options are `known` of nodes with the same strategies, each one object, that were seen before.
 
     The node that makes `loss` keeps the options that leave it whole or a partial sum, for which
     the gradient that backward starts from is 1 on every rank.
@@ -161,12 +184,13 @@ def block_space(
     options = tuple(
         tuple(
             option
-            for option in node_options(node, mesh, strategies, sequence)
-            if loss is None
-            or loss.name != node.name
-            or all(p in (R, P) for p in option.outputs[loss.index])
+            for option in found
+            if loss is None or all(p in (R, P) for p in option.outputs[loss.index])
         )
+        if loss is not None and loss.name == node.name
+        else found
         for node in nodes
+        for found in (_known_options(node, mesh, strategies, sequence, known),)
     )
     consumers: dict[Ref, list[tuple[int, int]]] = {}
     for index, node in enumerate(nodes):

@@ -34,6 +34,7 @@ from autopar.search.block_cost import BlockCost
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
 from autopar.search.home import Home, place_homes, whole_home
+from autopar.search.node_costs import NodeCosts
 from autopar.search.offered import offered
 from autopar.search.paths import Paths
 from autopar.search.prices import CollectiveTime, Prices
@@ -52,9 +53,11 @@ class Pricer:
     home: Home = None  # type: ignore[assignment]  # __post_init__ knows the cluster
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
     _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    _alike: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    _node_options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
     _times: dict[LocalOp, OpTime] = field(default_factory=dict)
     _orders: dict[str, tuple[Order, ...]] = field(default_factory=dict)
-    _options: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _costs: NodeCosts = field(default_factory=NodeCosts)
     _saved: dict[int, SavedSet] = field(default_factory=dict)
     _kept_parameters: dict[int, frozenset[Ref]] = field(default_factory=dict)
     _prices: dict[object, Prices] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Pricer:
         """What prices the same on a home: all that does not depend on it is shared."""
         if home not in self._at:
             self._at[home] = replace(
-                self, home=home, _times={}, _options={}, _prices={}, _links={}, _joined={}
+                self, home=home, _times={}, _costs=NodeCosts(), _prices={}, _links={}, _joined={}
             )
         return self._at[home]
 
@@ -108,14 +111,18 @@ class Pricer:
     def block_mesh(self, grid: Grid, block: Block) -> tuple[MeshAxis, ...]:
         """The mesh that the options of a block depend on: not on the sizes of the axes that split
         samples, unless they may split its experts."""
-        splits = any(name in self.setting.experts for name in block.nodes)
-        return grid.mesh if splits else grid.block_mesh
+        return grid.mesh if self.splits_experts(block) else grid.block_mesh
+
+    def splits_experts(self, block: Block) -> bool:
+        """Whether axes that split samples may split a block's experts."""
+        return any(name in self.setting.experts for name in block.nodes)
 
     def strategies(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
-        """The strategies of a node on a mesh axis."""
+        """The strategies of a node on a mesh axis, one object for all that are equal."""
         key = (node.name, axis)
         if key not in self._strategies:
-            self._strategies[key] = offered(self.setting, node, axis)
+            found = offered(self.setting, node, axis)
+            self._strategies[key] = self._alike.setdefault(found, found)
         return self._strategies[key]
 
     def space(
@@ -124,32 +131,51 @@ class Pricer:
         mesh: tuple[MeshAxis, ...],
         fixed: Mapping[str, Layout] | None = None,
     ) -> BlockSpace:
-        """The decisions of a block on a mesh (`Grid.block_mesh`); `fixed` are layouts of parameters
-        shared with other blocks."""
+        """The decisions of a block on a mesh (`block_mesh`), one object for all on which they are
+        the same; `fixed` are layouts of parameters shared with other blocks."""
         key = (block.index, mesh, tuple(sorted((fixed or {}).items())))
         if key not in self._spaces:
-            setting = self.setting
+            setting, nodes = self.setting, self.setting.block_nodes(block)
             given, required = block_edges(setting.chain, block, setting.shared(mesh))
-            at = [axis.name for axis in mesh].index(TENSOR)
-            pinned: dict[str, dict[int, Placement]] = {
-                name: {at: placement} for name, placement in setting.pins.weights
-            }
-            for name, layout in (fixed or {}).items():
-                pinned[name] = dict(enumerate(layout))
-            self._spaces[key] = block_space(
-                setting.block_nodes(block),
-                mesh,
-                self.strategies,
-                setting.sequence,
-                parameters=[setting.sources[ref.name] for ref in block.parameters],
-                given=given,
-                required=required,
-                loss=setting.graph.loss,
-                specs=setting.specs,
-                differentiable=setting.differentiable,
-                pinned=pinned,
+            alike = (
+                *(block.index, key[2], tuple(axis.name for axis in mesh)),
+                *(tuple(id(self.strategies(node, axis)) for node in nodes) for axis in mesh),
+                *(tuple(given.items()), tuple(required.items())),
             )
+            if alike not in self._spaces:
+                self._spaces[alike] = self._space(nodes, block, mesh, fixed or {}, given, required)
+            self._spaces[key] = self._spaces[alike]
         return self._spaces[key]
+
+    def _space(
+        self,
+        nodes: Sequence[OpNode],
+        block: Block,
+        mesh: tuple[MeshAxis, ...],
+        fixed: Mapping[str, Layout],
+        given: Mapping[Ref, Layout],
+        required: Mapping[Ref, Layout],
+    ) -> BlockSpace:
+        setting, at = self.setting, [axis.name for axis in mesh].index(TENSOR)
+        pinned: dict[str, dict[int, Placement]] = {
+            name: {at: placement} for name, placement in setting.pins.weights
+        }
+        for name, layout in fixed.items():
+            pinned[name] = dict(enumerate(layout))
+        return block_space(
+            nodes,
+            mesh,
+            self.strategies,
+            setting.sequence,
+            parameters=[setting.sources[ref.name] for ref in block.parameters],
+            given=given,
+            required=required,
+            loss=setting.graph.loss,
+            specs=setting.specs,
+            differentiable=setting.differentiable,
+            pinned=pinned,
+            known=self._node_options,
+        )
 
     def prices(self, grid: Grid) -> Prices:
         """Prices on the mesh of a grid."""
@@ -169,6 +195,7 @@ class Pricer:
                     self.setting.whole_state.weights / grid.pipeline / grid.tensor,
                 ),
                 paths=self._paths,
+                costs=self._costs,
                 scatters=self.setting.execution.scatters,
                 fuses_loss=self.setting.execution.fuses_loss,
             )
@@ -241,11 +268,8 @@ class Pricer:
         self, node: OpNode, option: Option | NodeChoice, prices: Prices
     ) -> tuple[float, float]:
         """Forward and backward seconds of a node under an option."""
-        key = (node.name, option.inputs, option.outputs, prices.batch, prices.names, prices.sizes)
-        if key not in self._options:
-            time = self.op_time(self.local(node, option, prices))
-            self._options[key] = (time.forward_s, time.backward_s)
-        return self._options[key]
+        time = self.op_time(self.local(node, option, prices))
+        return time.forward_s, time.backward_s
 
     def saved(self, block: Block) -> SavedSet:
         """Storages that a block keeps for its backward pass; parameters are not counted."""

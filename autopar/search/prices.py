@@ -16,6 +16,7 @@ from autopar.ir.placement import R_STAR, Layout, R, Shard, largest_shape
 from autopar.ir.size import shape_at
 from autopar.plan.flow import Move, move_bytes
 from autopar.search.block import Option
+from autopar.search.node_costs import NodeCosts, Times
 from autopar.search.paths import Paths
 
 ComputeTime = Callable[[OpNode, Option, "Prices"], tuple[float, float]]
@@ -27,8 +28,9 @@ class Prices:
     """Prices on one mesh for one micro-batch size.
 
     `batch` counts the samples of a micro-batch over all data-parallel ranks.
-    `compute(node, option, prices)` gives forward and backward seconds; `collective(op, nbytes,
-    axis)` seconds. `updated` values cannot be moved. `paths` may be shared with other prices.
+    `compute(node, option, prices)` gives forward and backward seconds, the same for options that
+    split alike; `collective(op, nbytes, axis)` seconds. `updated` values cannot be moved. `paths`
+    may be shared with other prices, and `costs` with those on devices that compute alike.
     Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
     `scatters` and `fuses_loss` are those of `Execution`.
     """
@@ -43,12 +45,19 @@ class Prices:
     updated: frozenset[Ref] = frozenset()
     bucket_bytes: float = 0.0
     paths: Paths = field(default_factory=Paths, repr=False)
+    costs: NodeCosts = field(default_factory=NodeCosts, repr=False)
     scatters: bool = False
     fuses_loss: bool = False
     _bytes: dict[tuple[Ref, Layout], int] = field(default_factory=dict, init=False, repr=False)
     _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def option_s(self, node: OpNode, options: Sequence[Option]) -> Times:
+        """Forward and backward seconds of every option, with the collectives inside its kernel."""
+        times = self.costs.compute(node, options, self)
+        inner = self.costs.inner(node, options, self)
+        return times if inner is None else times + inner
 
     def local_shape(self, ref: Ref, layout: Layout) -> tuple[int, ...]:
         """Shape of a value's largest local part."""

@@ -119,7 +119,7 @@ class ShardingProblems:
             id(space),
             grid.micro_batch,
             crosses and not over_samples,
-            grid.sizes[:samples] if paid else (),
+            grid.sizes if paid or pricer.splits_experts(block) else grid.sizes[samples:],
             tuple(links.routes(name) for name in grid.names[0 if paid else samples :]),
         )
         if key not in self._made:

@@ -21,6 +21,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.block import BlockSpace
+from autopar.search.node_costs import Times
 from autopar.search.prices import Prices
 from solvers.choice_family import ChoiceFamily
 from solvers.choice_problem import ChoiceProblem, ChoiceSolution, Edge
@@ -87,27 +88,28 @@ class _Builder:
         self._bytes: dict[Ref, NDArray[np.float64]] = {}
         self.option_layouts: dict[Ref, tuple[int, list[Layout]]] = {}
 
-    def add(self, costs: Sequence[float]) -> int:
+    def add(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
         """Add a choice node with the given option costs; its index."""
-        self.node_costs.append(np.asarray(costs, dtype=float))
+        self.node_costs.append(np.array(costs, dtype=float))
         return len(self.node_costs) - 1
 
     def add_ops(self) -> None:
         """One choice node per op, at its compute time and inner collectives."""
         for node, options in zip(self.space.nodes, self.space.options, strict=True):
-            costs = []
-            for option in options:
-                inner = self.prices.inner_s(node, option)
-                forward_s, backward_s = self.prices.compute(node, option, self.prices)
-                costs.append(forward_s + backward_s + sum(inner))
-                if node.name in self.products and backward_s:
-                    share = backward_s / (forward_s + backward_s)
-                    self.most_weight = max(self.most_weight, share)
+            costs = self.prices.option_s(node, options).sum(axis=1)
+            if node.name in self.products:
+                self._weigh(self.prices.costs.compute(node, options, self.prices))
             index = self.add(costs)
             self.op_costs.append(self.node_costs[index].copy())
             for output in range(len(node.outputs)):
                 ref = Ref(node.name, output)
                 self.option_layouts[ref] = (index, [o.outputs[output] for o in options])
+
+    def _weigh(self, times: Times) -> None:
+        """Take the share of the backward in a product's time for the most, if it is."""
+        total, backward = times.sum(axis=1), times[:, 1]
+        shares = backward[backward > 0] / total[backward > 0]
+        self.most_weight = max(self.most_weight, float(shares.max(initial=0.0)))
 
     def add_parameters(self) -> None:
         """One choice node per parameter."""
@@ -195,11 +197,10 @@ class _Builder:
             producer, layouts = self.option_layouts[ref]
             cost = self._matrix(ref, layouts, forms)
             self.edges.append(Edge(src=producer, dst=index, cost=cost))
+        places, met = _met(forms, wanted)
         for (reader, _), layouts in zip(readers, wanted, strict=False):
-            kinds = _positions(layouts)
-            met = np.array([[0.0 if x in form else inf for form in forms] for x in kinds])
-            cost = met[[kinds[x] for x in layouts]].T
-            self.edges.append(Edge(src=index, dst=reader, cost=cost))
+            rows = met[[places[x] for x in layouts]]
+            self.edges.append(Edge(src=index, dst=reader, cost=rows.T))
         if required is not None:
             self.node_costs[index] += [0.0 if required in form else inf for form in forms]
 
@@ -210,6 +211,17 @@ def _positions(items: Iterable[_Item]) -> dict[_Item, int]:
     for item in items:
         found.setdefault(item, len(found))
     return found
+
+
+def _met(
+    forms: Sequence[Forms], wanted: Iterable[Sequence[Layout]]
+) -> tuple[dict[Layout, int], NDArray[np.float64]]:
+    """The layouts that are wanted, and for each (row) 0 where a form has it, else inf."""
+    places = _positions(x for layouts in wanted for x in layouts)
+    met = np.full((len(places), len(forms)), inf)
+    for column, form in enumerate(forms):
+        met[[places[x] for x in form], column] = 0.0
+    return places, met
 
 
 def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:

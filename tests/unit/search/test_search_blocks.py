@@ -275,7 +275,9 @@ def random_compute(seed):
     """Seconds of an option that depend on nothing but the option, the same from run to run."""
 
     def compute(node, option, prices):
-        draw = random.Random(f"{seed} {node.name} {option.inputs} {option.outputs}")
+        layouts = (*option.inputs, *option.outputs)
+        splits = [[p if isinstance(p, Shard) else None for p in layout] for layout in layouts]
+        draw = random.Random(f"{seed} {node.name} {splits}")
         return 300 * draw.random(), 300 * draw.random()
 
     return compute
