@@ -74,7 +74,7 @@ def _best_options(
     stages = problem.stages(cuts)
     if min(len(stage) for stage in stages) < problem.min_blocks:
         return math.inf
-    times, tops, syncs, kept, transient = [], [], [], [], []
+    times, edges, syncs, kept, transient = [], [], [], [], []
     alike = np.ones(value["time_s"].shape[1], dtype=bool)
     for k, stage in enumerate(stages):
         held = slice(stage.start, stage.stop)
@@ -86,20 +86,23 @@ def _best_options(
         alike &= (value["device"][held] == problem.stage_device[k]).all(axis=0)
         work = problem.time_scale[k] * value["time_s"][held].sum(axis=0)
         times.append(work + boundary)
-        tops.append(work + boundary if problem.boundary_in_max else work)
+        edges.append(boundary)
         syncs.append(value["sync_s"][held].sum(axis=0))
         used = problem.stage_fixed_bytes[k] + value["static_bytes"][held].sum(axis=0)
         kept.append(used + problem.in_flight[k] * value["saved_bytes"][held].sum(axis=0))
         transient.append(value["transient_bytes"][held].max(axis=0))
-    fits, rank_syncs = alike, []
+    fits, rank_tops, rank_syncs = alike, [], []
     for on_rank in problem.rank_stages():
         used = np.sum([kept[k] for k in on_rank], axis=0)
         used = used + np.max([transient[k] for k in on_rank], axis=0)
         capacity = problem.capacity_bytes[on_rank[0]]
         fits &= used <= capacity + CAPACITY_TOLERANCE * abs(capacity)
+        whole = np.sum([times[k] for k in on_rank], axis=0)
+        cut = sum(edges[k] for k in on_rank)
+        rank_tops.append(whole if problem.boundary_in_max else np.maximum(whole - cut, cut))
         rank_syncs.append(np.sum([syncs[k] for k in on_rank], axis=0))
     total = problem.sum_weight * np.sum(times, axis=0) + np.max(rank_syncs, axis=0)
-    total = total + problem.bottleneck_weight * np.max(tops, axis=0)
+    total = total + problem.bottleneck_weight * np.max(rank_tops, axis=0)
     return float(np.where(fits, total, np.inf).min())
 
 

@@ -9,6 +9,8 @@ proves the objective independently.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
@@ -17,12 +19,13 @@ import numpy as np
 
 from solvers.backends import Backend, get_backend
 from solvers.partition_bound import lower_bound
-from solvers.partition_dp import ArcCosts, ChainSearch, Path
+from solvers.partition_dp import ArcCosts, Path
+from solvers.partition_graph import ArcGraph, chain_graph
 from solvers.partition_ilp import solve_ilp
-from solvers.partition_pricing import OutOfTime, Pricer
+from solvers.partition_pricing import OutOfTime
 from solvers.partition_problem import BlockOption, PartitionProblem, PartitionSolution
+from solvers.partition_ranks import rank_graphs
 from solvers.partition_shared import least_shortfall, parts, shared_bound
-from solvers.partition_table import PriceTable
 from solvers.partition_trials import best_of_all, can_try_all, least_lacking
 from solvers.solution import Conflict, Status, label, relative_gap
 
@@ -54,27 +57,34 @@ def solve_partition(
     "ilp", or `certify`, has an engine prove its answer. Status: OPTIMAL (proven to within `gap`),
     FEASIBLE (time was up), TIME_LIMIT (nothing found; `bound` holds) or INFEASIBLE, with the
     bytes that stages lack at the least. Where stages share ranks both methods are the same, and
-    exact only where all can be tried, or memory does not tie the stages of a rank together: else
-    FEASIBLE, or TIME_LIMIT, with a bound that is proven; a bound of `cutoff` or more ends the
-    search. Raises
-    ValueError for an unknown method and `BackendUnavailable`.
+    exact unless the classes of the chain change so often that neither the ways to cut between them
+    (`partition_ranks`) nor all partitions can be gone through: then FEASIBLE, or TIME_LIMIT, with a
+    bound that is proven. A bound of `cutoff` or more ends their search. Raises ValueError for an
+    unknown method and `BackendUnavailable`.
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    run = _Run(problem=problem, gap=gap, deadline=time.perf_counter() + time_limit_s)
+    deadline = time.perf_counter() + time_limit_s
+    enough = cutoff if problem.shares_ranks else math.inf
+    run = _Run(problem=problem, gap=gap, deadline=deadline, cutoff=enough)
     if len(problem.blocks) < problem.num_stages * problem.min_blocks:
         lacking = float(problem.num_stages * problem.min_blocks - len(problem.blocks))
         return run.infeasible(conflict=(("blocks", lacking),))
     engine = get_backend(backend) if method == "ilp" or certify else None
     if problem.shares_ranks:
-        return _tried(run) if can_try_all(problem) else _shared(run, cutoff)
-    pricer = Pricer(run.scaled, run.deadline)
+        graphs = rank_graphs(problem.scaled(), run.deadline)
+        if not graphs:
+            return _tried(run) if can_try_all(problem) else _shared(run)
+        solution = _by_rank(run, graphs)
+        done = solution.status in (Status.OPTIMAL, Status.INFEASIBLE) or solution.bound >= cutoff
+        return solution if done or not can_try_all(problem) else _tried(run)
+    graph = chain_graph(problem.scaled(), run.deadline)
     try:
-        exact = _dynamic_program(run, pricer)
-        if exact is None:
-            return _explain_infeasible(run, pricer)
+        arcs = _dynamic_program(run, graph)
+        if arcs is None:
+            return _explain_infeasible(run, [graph])
         if engine is not None:
-            return _certify(run, exact, engine)
+            return _certify(run, graph, arcs, engine)
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")
     solution = run.solution(bound=run.relaxed_bound, engine="dp")
@@ -89,15 +99,11 @@ class _Run:
     problem: PartitionProblem
     gap: float
     deadline: float
+    cutoff: float
     started: float = field(default_factory=time.perf_counter)
     relaxed_bound: float = -math.inf
     incumbent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     objective: float = math.inf
-
-    @property
-    def scaled(self) -> PartitionProblem:
-        """The problem as the dynamic program takes it: sums of times have weight one."""
-        return self.problem.scaled()
 
     def offer(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> None:
         """Keep a partition if it beats the incumbent."""
@@ -109,6 +115,16 @@ class _Run:
     def bound_within_gap(self) -> float:
         """The objective from which the bound proves an answer."""
         return self.relaxed_bound * (1 + self.gap)
+
+    @property
+    def enough(self) -> float:
+        """A bound from which no partition is looked for."""
+        return min(self.objective, self.cutoff)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that is looked for is left."""
+        return self.relaxed_bound >= self.enough
 
     def left_s(self) -> float:
         return self.deadline - time.perf_counter()
@@ -173,42 +189,36 @@ class _Run:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Exact:
-    """What the dynamic program leaves to the ILP: the arcs that may still be used, all exact."""
-
-    table: PriceTable
-    search: ChainSearch
-    arcs: ArcCosts
-
-
-def _dynamic_program(run: _Run, pricer: Pricer) -> _Exact | None:
-    """Solve exactly, into `run`; None if infeasible. Raises OutOfTime, with `run` up to date."""
-    problem = run.scaled
-    table = PriceTable(problem, pricer)
-    search = ChainSearch(problem, pricer.kind_of_stage, run.deadline)
+def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
+    """Solve exactly, into `run`, and return the arcs as they are priced then; None where there is
+    no partition, or none that beats the incumbent. Raises OutOfTime, with `run` up to date."""
+    table, search = graph.table, graph.search
     arcs = table.arcs()
     path = search.search(arcs)
     for _ in range(_LAZY_ROUNDS):
         if path is None:
+            run.relaxed_bound = math.inf
             return None
         run.relaxed_bound = path.objective
+        if run.is_settled:
+            return arcs
         if not table.price(table.arcs_of(path)) and table.is_real(path):
-            _offer(run, table, path)
-            return _Exact(table=table, search=search, arcs=arcs)
-        _offer(run, table, _first_ways(path))
+            _offer(run, graph, path)
+            return arcs
+        _offer(run, graph, _first_ways(path))
         arcs = table.arcs()
         path = search.search(arcs)
-    arcs = _price_survivors(run, table, search, arcs)
+    arcs = _price_survivors(run, graph, arcs)
     path = search.search(arcs)
     if path is None:
+        run.relaxed_bound = run.enough
         return None
     run.relaxed_bound = path.objective
     if not table.is_real(path):
         path = search.search(table.arcs(arcs.allowed, real=True))
     if path is not None:
-        _offer(run, table, path)
-    return _Exact(table=table, search=search, arcs=arcs)
+        _offer(run, graph, path)
+    return arcs
 
 
 def _tried(run: _Run) -> PartitionSolution:
@@ -223,7 +233,27 @@ def _tried(run: _Run) -> PartitionSolution:
     return run.solution(bound=run.objective, engine="trials")
 
 
-def _shared(run: _Run, cutoff: float) -> PartitionSolution:
+def _by_rank(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
+    """Stages that share ranks, rank by rank: the best of all ways to lay the cuts out."""
+    left = math.inf
+    try:
+        paths = [graph.search.search(graph.table.arcs()) for graph in graphs]
+    except OutOfTime:
+        return run.solution(bound=run.relaxed_bound, engine="dp")
+    bounds = [(path.objective, i) for i, path in enumerate(paths) if path is not None]
+    for bound, index in sorted(bounds):
+        own = dataclasses.replace(run, relaxed_bound=bound)
+        if not own.is_settled:
+            with contextlib.suppress(OutOfTime):  # what is left then is bounded all the same
+                _dynamic_program(own, graphs[index])
+        run.objective, run.incumbent = own.objective, own.incumbent
+        left = min(left, own.relaxed_bound)
+    if run.incumbent is None and math.isinf(left):
+        return _explain_infeasible(run, graphs)
+    return run.solution(bound=left, engine="dp")
+
+
+def _shared(run: _Run) -> PartitionSolution:
     """Stages that share ranks: partitions that fit, and a bound on all; see `partition_shared`."""
     problem, bounded = run.problem, False
     for part in parts(problem):
@@ -231,7 +261,7 @@ def _shared(run: _Run, cutoff: float) -> PartitionSolution:
             break
         if not part.relaxes and not bounded:
             run.relaxed_bound, bounded = max(run.relaxed_bound, shared_bound(problem)), True
-        if run.relaxed_bound >= cutoff:
+        if run.relaxed_bound >= run.cutoff:
             return run.solution(bound=run.relaxed_bound, engine="dp")
         found = solve_partition(part.problem, method="dp", time_limit_s=max(run.left_s(), 0.01))
         if part.relaxes and found.status is Status.INFEASIBLE:
@@ -257,15 +287,16 @@ def _first_ways(path: Path) -> Path:
     return Path(positions=path.positions, ways=(0,) * len(path.ways), objective=path.objective)
 
 
-def _offer(run: _Run, table: PriceTable, path: Path) -> None:
+def _offer(run: _Run, graph: ArcGraph, path: Path) -> None:
     """Keep the partition of a path if its stages have real ways and it beats the incumbent."""
-    if table.is_real(path):
-        run.offer(path.positions[1:-1], table.options(run.problem, path))
+    if graph.table.is_real(path):
+        run.offer(*graph.partition(path.positions, graph.table.ways(path)))
 
 
-def _price_survivors(run: _Run, table: PriceTable, search: ChainSearch, arcs: ArcCosts) -> ArcCosts:
+def _price_survivors(run: _Run, graph: ArcGraph, arcs: ArcCosts) -> ArcCosts:
     """Make exact whatever may beat the incumbent, and drop the rest."""
-    kept = table.survivors(search, arcs, run.objective)
+    table, search = graph.table, graph.search
+    kept = table.survivors(search, arcs, run.enough)
     used = [np.zeros_like(table.pricer.run, dtype=bool) for _ in table.pricer.kinds]
     for stage, kind in enumerate(search.kind_of_stage):
         used[kind] |= kept[stage]
@@ -274,41 +305,23 @@ def _price_survivors(run: _Run, table: PriceTable, search: ChainSearch, arcs: Ar
     return table.arcs(used)
 
 
-def _certify(run: _Run, exact: _Exact, engine: Backend) -> PartitionSolution:
+def _certify(run: _Run, graph: ArcGraph, arcs: ArcCosts, engine: Backend) -> PartitionSolution:
     """Prove the incumbent by the ILP over the arcs that may still matter."""
-    table, search = exact.table, exact.search
-    arcs = _price_survivors(run, table, search, exact.arcs)
-    kept = table.survivors(search, arcs, run.objective)
+    arcs = _price_survivors(run, graph, arcs)
+    kept = graph.table.survivors(graph.search, arcs, run.objective)
     result = solve_ilp(
-        search, arcs, kept, run.objective, engine, time_limit_s=run.left_s(), gap=run.gap / 2
+        graph.search, arcs, kept, run.objective, engine, time_limit_s=run.left_s(), gap=run.gap / 2
     )
     if result.path is not None:
-        _offer(run, table, result.path)
+        _offer(run, graph, result.path)
     proven = result.status is not Status.INFEASIBLE
     bound = max(run.relaxed_bound, result.bound if proven else -math.inf)
     return run.solution(bound=bound, engine=engine.name)
 
 
-def _explain_infeasible(run: _Run, pricer: Pricer) -> PartitionSolution:
-    """The partition whose stages lack the fewest bytes in total, at the least bytes of each."""
-    problem = run.problem
-    search = ChainSearch(problem, pricer.kind_of_stage, math.inf)
-    length = len(problem.blocks)
-    is_run = np.arange(length + 1) - np.arange(length + 1)[:, None] >= problem.min_blocks
-    needed = [pricer.least_bytes(kind)[pricer.run] for kind in range(len(pricer.kinds))]
-    lacking = [
-        np.where(is_run, np.maximum(0.0, need - kind.free_bytes), np.inf)
-        for need, kind in zip(needed, pricer.kinds, strict=True)
-    ]
-    found = search.shortest(lacking)
-    if found is None:  # unreachable: any cut positions are a path
-        raise AssertionError("no cut positions")
-    positions = found[1]
-    conflict, stage_bytes = [], []
-    for stage, kind in enumerate(pricer.kind_of_stage):
-        start, end = positions[stage], positions[stage + 1]
-        used = float(needed[kind][start, end]) + problem.stage_fixed_bytes[stage]
-        stage_bytes.append(used)
-        if lacking[kind][start, end] > 0:
-            conflict.append((f"stage {stage}", used - problem.capacity_bytes[stage]))
-    return run.infeasible(tuple(conflict), positions[1:-1], tuple(stage_bytes))
+def _explain_infeasible(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
+    """The partition whose ranks lack the fewest bytes in total, at the least bytes of each."""
+    cuts, options = min((graph.least_lacking() for graph in graphs), key=lambda f: f[0])[1]
+    use = run.problem.use(cuts, options)
+    conflict = tuple((f"stage {k}", short) for k, short in run.problem.lacking(use))
+    return run.infeasible(conflict, cuts, use.used_bytes)

@@ -21,9 +21,9 @@ def lower_bound(problem: PartitionProblem) -> float:
 
     Blocks may be split at will and all stages' memory is pooled, at the fewest micro-batches in
     flight of any stage; the memory constraint is priced by its Lagrangian. With W the least total
-    work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale), which is
-    what perfectly balanced stages take. Whole blocks in their order cannot be balanced so well:
-    max T is also what the best cuts of the blocks at their least times leave.
+    work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale) over ranks,
+    which is what perfectly balanced ones take. Whole blocks cannot be balanced so well: max T is
+    also what the best way to deal them out at their least times leaves.
     """
     problem = on_any_device(problem.scaled())
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
@@ -40,9 +40,10 @@ def lower_bound(problem: PartitionProblem) -> float:
     boundary = least_cuts(problem)
     total = work * float(scales.min()) + boundary
     spread = total if problem.boundary_in_max else work * float(scales.min())
-    bottleneck = max(spread / stages, least_bottleneck(problem) * float(scales.min()))
+    bottleneck = max(spread / len(ranks), least_bottleneck(problem))
     if scales.min() > 0:
-        bottleneck = max(bottleneck, work / float((1 / scales).sum()))
+        fastest = sum(1 / scales[held].min() for held in ranks)
+        bottleneck = max(bottleneck, work / float(fastest))
     least_sync = np.array([min(o.sync_s for o in options) for options in problem.classes])
     longest_sync = max(min(o.sync_s for o in options) for options in present)
     sync = max(float(counts @ least_sync) / len(ranks), longest_sync)
@@ -104,15 +105,28 @@ def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> f
 
 
 def least_bottleneck(problem: PartitionProblem) -> float:
-    """The least time of the longest stage, blocks at their least times, cuts anywhere or as fixed.
+    """The least time of the longest rank as it counts, blocks at their least times, cuts anywhere
+    or as fixed; where cuts take their time beside the blocks, no less than their mean."""
+    longest_s = _least_longest(problem) * min(problem.time_scale)
+    if problem.boundary_in_max:
+        return longest_s
+    return max(longest_s, least_cuts(problem) / len(problem.rank_stages()) * (1 - _ROUNDING))
+
+
+def _least_longest(problem: PartitionProblem) -> float:
+    """The least time of the longest rank's blocks.
 
     A limit under which too few runs of blocks cover the chain is raised by halving; the limit
-    returned is one that no cuts keep.
+    returned is one that no cuts keep. Where ranks hold several stages any blocks may share one.
     """
     least = [min(o.time_s for o in options) for options in problem.classes]
     sums = list(accumulate((least[kind] for kind in problem.blocks), initial=0.0))
     if problem.fixed_cuts is not None:
-        return max(sums[run.stop] - sums[run.start] for run in problem.stages(problem.fixed_cuts))
+        runs = problem.stages(problem.fixed_cuts)
+        times = [sums[run.stop] - sums[run.start] for run in runs]
+        return max(math.fsum(times[k] for k in held) for held in problem.rank_stages())
+    if problem.shares_ranks:
+        return _least_load([least[kind] for kind in problem.blocks], len(problem.rank_stages()))
     low = max(sums[-1] / problem.num_stages, *(least[kind] for kind in problem.blocks))
     low *= 1 - _ROUNDING
     high = sums[-1]
@@ -125,6 +139,16 @@ def least_bottleneck(problem: PartitionProblem) -> float:
         else:
             low = middle
     return low
+
+
+def _least_load(times: list[float], ranks: int) -> float:
+    """What the fullest of so many ranks takes at the least: the mean, and, as of j * ranks + 1
+    blocks some rank has j + 1, the shortest that these can be."""
+    ordered = sorted(times, reverse=True)
+    load = sum(ordered) / ranks
+    for last in range(0, len(ordered), ranks):
+        load = max(load, sum(ordered[last - last // ranks : last + 1]))
+    return load * (1 - _ROUNDING)
 
 
 def _reach(sums: list[float], limit: float, stages: int) -> int:

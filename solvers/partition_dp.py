@@ -49,10 +49,12 @@ class ArcCosts:
         return least
 
     def tops(self, costs: Sequence[Array]) -> list[Array]:
-        """What times count towards the bottleneck: without their cuts where these are hidden."""
-        if self.boundary_in_max:
-            return list(costs)
-        return [c - cuts for c, cuts in zip(costs, self.boundary_s, strict=True)]
+        """What times count towards the bottleneck."""
+        return [self.top(c, cuts) for c, cuts in zip(costs, self.boundary_s, strict=True)]
+
+    def top(self, time_s: Array, cuts_s: Array) -> Array:
+        """All of a time; where cuts take theirs beside the blocks, what is longer of both."""
+        return time_s if self.boundary_in_max else np.maximum(time_s - cuts_s, cuts_s)
 
     def least_sync(self) -> list[Array]:
         """Per kind, the least sync [start, end] of any way."""
@@ -80,22 +82,43 @@ class Path:
 
 
 class ChainSearch:
-    """Shortest paths over the cut positions of one problem."""
+    """Shortest paths over the cut positions of one problem: where stage k starts is from `first[k]`
+    to `last[k]`."""
 
     def __init__(
-        self, problem: PartitionProblem, kind_of_stage: Sequence[int], deadline: float
+        self,
+        *,
+        kind_of_stage: Sequence[int],
+        weight: float,
+        deadline: float,
+        first: Sequence[int],
+        last: Sequence[int],
     ) -> None:
         self.kind_of_stage = list(kind_of_stage)
-        self.weight = problem.bottleneck_weight
+        self.weight = weight
         self.deadline = deadline
-        self.length = len(problem.blocks)
-        stages, least = problem.num_stages, problem.min_blocks
+        self.first, self.last = list(first), list(last)
+        self.length = self.last[-1]
+
+    @classmethod
+    def of(
+        cls, problem: PartitionProblem, kind_of_stage: Sequence[int], deadline: float
+    ) -> ChainSearch:
+        """Positions are the blocks of a chain."""
+        length, stages, least = len(problem.blocks), problem.num_stages, problem.min_blocks
         if problem.fixed_cuts is not None:
-            self.first = [0, *problem.fixed_cuts, self.length]
-            self.last = list(self.first)
+            first = [0, *problem.fixed_cuts, length]
+            last = first
         else:
-            self.first = [k * least for k in range(stages)] + [self.length]
-            self.last = [0] + [self.length - (stages - k) * least for k in range(1, stages + 1)]
+            first = [k * least for k in range(stages)] + [length]
+            last = [0] + [length - (stages - k) * least for k in range(1, stages + 1)]
+        return cls(
+            kind_of_stage=kind_of_stage,
+            weight=problem.bottleneck_weight,
+            deadline=deadline,
+            first=first,
+            last=last,
+        )
 
     def window(self, stage: int) -> tuple[slice, slice]:
         """Where a stage may start and end."""

@@ -98,7 +98,7 @@ def _add_arcs(
                         end=int(end),
                         way=int(way),
                         time=float(prices[way]) / scale,
-                        top=float(prices[way] - (0.0 if arcs.boundary_in_max else cuts)) / scale,
+                        top=float(arcs.top(prices[way], cuts)) / scale,
                         sync=float(arcs.sync[kind][way, arcs.run[start, end]]) / scale,
                         used=lp.add_variable(name, 0, 1, cat=pulp.LpInteger),
                     )

@@ -22,8 +22,8 @@ def least_excess(problem: PartitionProblem) -> float:
         return math.inf
     if problem.shares_ranks:
         return least_excess_together(problem)
-    pricer = Pricer(problem, math.inf)
-    search = ChainSearch(problem, pricer.kind_of_stage, math.inf)
+    pricer = Pricer.of(problem, math.inf)
+    search = ChainSearch.of(problem, pricer.kind_of_stage, math.inf)
     position = np.arange(len(problem.blocks) + 1)
     is_run = position[None, :] - position[:, None] >= problem.min_blocks
     base = max(problem.capacity_bytes)  # a bottleneck is sought of numbers from 0

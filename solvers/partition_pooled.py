@@ -1,13 +1,13 @@
 """A lower bound on a partition problem by prices: one for the memory of all ranks together, and one
-for the time of every stage in place of the longest.
+for the time of every rank in place of the longest.
 
-For any price p >= 0 of a byte and any shares a_k >= 0 of the stages that sum to one, with B the
-weight of the longest stage,
+For any price p >= 0 of a byte and any shares a_r >= 0 of the ranks that sum to one, with B the
+weight of the longest rank,
 
-    sum T + B max T + max Y >= sum over blocks of the least over stages k and options of
-        (1 + B a_k) T + Y / ranks + p * (static + in_flight_k * saved),  - p * free bytes,
+    sum T + B max T + max Y >= sum over blocks of the least over stages k of ranks r and options of
+        (1 + B a_r) T + Y / ranks + p * (static + in_flight_k * saved),  - p * free bytes,
 
-as a maximum is at least any mean. The shares are such that no stage is cheaper than another, though
+as a maximum is at least any mean. The shares are such that no rank is cheaper than another, though
 less is held on some: or else all blocks would go there.
 """
 
@@ -54,25 +54,28 @@ def pooled_bound(problem: PartitionProblem) -> float:
         return cheap
     problem = on_any_device(problem.scaled())
     classes = [_Class(problem, *item) for item in sorted(Counter(problem.blocks).items())]
-    kinds = Counter(zip(problem.in_flight, problem.time_scale, strict=True))
-    in_flight, scale = np.array(list(kinds), dtype=float).T
-    several = np.array(list(kinds.values()), dtype=float)
+    stages = list(zip(problem.in_flight, problem.time_scale, strict=True))
     ranks = problem.rank_stages()
+    kinds = Counter(tuple(sorted({stages[k] for k in held})) for held in ranks)
+    in_flight, scale = np.array([stage for kind in kinds for stage in kind], dtype=float).T
+    rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
+    several = np.array(list(kinds.values()), dtype=float)
     free = sum(problem.capacity_bytes[held[0]] for held in ranks) * (1 + CAPACITY_TOLERANCE)
     free -= sum(problem.stage_fixed_bytes) + len(ranks) * min(c.transient for c in classes)
     if sum(c.count * float(c.used(in_flight).min()) for c in classes) > free * (1 + _ROUNDING):
         return math.inf
     weight, cuts = problem.bottleneck_weight, least_cuts(problem)
-    longest = weight * least_bottleneck(problem) * float(scale.min())
-    even = np.full(len(kinds), 1.0 / several.sum())
+    longest = weight * least_bottleneck(problem)
+    even = np.full(len(kinds), 1.0 / len(ranks))
     best = cheap
-    for price in _prices(classes, float(several @ in_flight / several.sum())):
-        # the longest stage by itself, or by the mean of all
+    for price in _prices(classes, float(np.mean(problem.in_flight))):
+        # the longest rank by itself, or by the mean of all
         alone = _least(classes, in_flight, scale.min() + 0.0 * scale, price, len(ranks))
         best = max(best, _surely(alone + longest + cuts, price * free))
-        dear = price * (1.0 + weight / several.sum())
-        for shares in (even, _shares(classes, in_flight, scale, several, weight, dear)):
-            total = _least(classes, in_flight, scale * (1.0 + weight * shares), dear, len(ranks))
+        dear = price * (1.0 + weight / len(ranks))
+        for shares in (even, _shares(classes, in_flight, scale, rank, several, weight, dear)):
+            times = scale * (1.0 + weight * shares[rank])
+            total = _least(classes, in_flight, times, dear, len(ranks))
             best = max(best, _surely(total + cuts, dear * free))
     return best
 
@@ -104,21 +107,25 @@ def _shares(
     classes: list[_Class],
     in_flight: Array,
     scale: Array,
+    rank: NDArray[np.intp],
     several: Array,
     weight: float,
     price: float,
 ) -> Array:
-    """Shares by which the blocks that take longest cost the same on every stage that has any: the
-    greatest such cost for which they do not sum to more than one."""
+    """Shares by which the blocks that take longest cost the same on every rank that has any: the
+    greatest such cost for which they do not sum to more than one. Stage k is of a rank of kind
+    `rank[k]`, of which there are `several`."""
     most = max(classes, key=lambda c: c.count * float(c.time.min()))
     time_s = scale[:, None] * most.time
     even = np.full(len(several), 1.0 / several.sum())
+    first = np.flatnonzero(np.diff(rank, prepend=-1))
     if not weight or not time_s.min() > 0:
         return even
     alone = time_s + price * most.used(in_flight)
 
     def shares(cost: float) -> Array:
-        return np.asarray(np.maximum(0.0, (cost - alone) / (weight * time_s)).max(axis=1))
+        needed = np.maximum(0.0, (cost - alone) / (weight * time_s)).max(axis=1)
+        return np.asarray(np.maximum.reduceat(needed, first))
 
     low = float(alone.min())
     high = float((alone + weight * time_s).max())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,22 +62,54 @@ class Price:
 
 
 class Pricer:
-    """Prices of all runs of blocks of a problem, computed on demand and kept."""
+    """Prices of all runs of blocks of a problem, computed on demand and kept.
 
-    def __init__(self, problem: PartitionProblem, deadline: float) -> None:
+    `classes` are the options of every class by the kind of device that stages are on; `run` gives
+    the composition, a row of `compositions`, of what lies between two positions. A second of a
+    stage's time costs `weight` seconds of objective at the least.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: Sequence[StageKind],
+        kind_of_stage: Sequence[int],
+        classes: Mapping[int, Sequence[ClassTable]],
+        run: NDArray[np.intp],
+        compositions: NDArray[np.intp],
+        weight: float,
+        deadline: float,
+    ) -> None:
         self.deadline = deadline
-        self.kinds, self.kind_of_stage = _stage_kinds(problem)
-        self.classes = [ClassTable(options) for options in problem.classes]
-        self.run, self.compositions = _compositions(problem)
+        self.kinds, self.kind_of_stage = list(kinds), list(kind_of_stage)
+        self.classes = classes
+        self.run, self.compositions = run, compositions
         self._counts = self.compositions.astype(float)
-        self.weight = _time_weight(problem)
-        self.thresholds = sorted({float(t) for c in self.classes for t in c.transient})
+        self.weight = weight
+        every = [table for tables in classes.values() for table in tables]
+        self.thresholds = sorted({float(t) for table in every for t in table.transient})
         self._frontiers: dict[tuple[int, int, float, tuple[int, ...]], Frontier | None] = {}
         self._prices: dict[tuple[int, int], tuple[Price, ...]] = {}
         self._largest = {
             f: max(k.free_bytes for k in self.kinds if k.in_flight == f)
             for f in {k.in_flight for k in self.kinds}
         }
+
+    @classmethod
+    def of(cls, problem: PartitionProblem, deadline: float) -> Pricer:
+        """Prices of the runs of a chain."""
+        kinds, kind_of_stage = _stage_kinds(problem)
+        run, compositions = _compositions(problem)
+        tables = [ClassTable(options) for options in problem.classes]
+        return cls(
+            kinds=kinds,
+            kind_of_stage=kind_of_stage,
+            classes=dict.fromkeys(sorted(set(problem.stage_device)), tables),
+            run=run,
+            compositions=compositions,
+            weight=_time_weight(problem),
+            deadline=deadline,
+        )
 
     def boundary_s(self, problem: PartitionProblem) -> list[Array]:
         """Per kind of stage, what the cuts at both ends of a run [start, end) cost it."""
@@ -87,17 +119,37 @@ class Pricer:
     def least_bytes(self, kind: int) -> Array:
         """The least bytes (static, saved, transient) each composition can run in."""
         stage = self.kinds[kind]
-        used = [c.used(stage.in_flight)[:, None] for c in self.classes]
+        used = [c.used(stage.in_flight)[:, None] for c in self.classes[stage.device]]
         needs = [
             self._total(used, stage.device, threshold)[:, 0] + threshold
             for threshold in self.thresholds
         ]
         return np.min(needs, axis=0)
 
+    def least_options(self, kind: int, composition: int) -> list[tuple[int, int]]:
+        """(class, option) of the blocks of a composition in the least bytes."""
+        stage = self.kinds[kind]
+        counts = tuple(int(count) for count in self.compositions[composition])
+        least, best = math.inf, list[tuple[int, int]]()
+        for threshold in self._own_thresholds(counts, stage.device):
+            total, chosen = threshold, list[tuple[int, int]]()
+            for index, count in enumerate(counts):
+                if not count:
+                    continue
+                table = self.classes[stage.device][index]
+                some = np.flatnonzero(table.allowed(stage.device, threshold))
+                used = table.used(stage.in_flight)[some]
+                total += count * float(used.min())
+                chosen += [(index, int(some[used.argmin()]))] * count
+            if total < least:
+                least, best = total, chosen
+        return best
+
     def least_sync(self, kind: int) -> Array:
         """A lower bound on the sync time of each composition on a kind of stage."""
-        syncs = [c.sync[:, None] for c in self.classes]
-        return self._total(syncs, self.kinds[kind].device, np.inf)[:, 0]
+        device = self.kinds[kind].device
+        syncs = [c.sync[:, None] for c in self.classes[device]]
+        return self._total(syncs, device, np.inf)[:, 0]
 
     def lower_time(self, kind: int) -> Array:
         """A lower bound on the time of each composition; inf where, exactly, none fits.
@@ -105,9 +157,10 @@ class Pricer:
         The transient peak is relaxed to a few steps: options up to a step's end, at its start.
         """
         stage = self.kinds[kind]
-        multipliers = np.array(self._multipliers(stage.in_flight))
+        multipliers = np.array(self._multipliers(stage))
         values = [
-            c.time[:, None] + multipliers * c.used(stage.in_flight)[:, None] for c in self.classes
+            c.time[:, None] + multipliers * c.used(stage.in_flight)[:, None]
+            for c in self.classes[stage.device]
         ]
         best = np.full(len(self.compositions), np.inf)
         for step in np.array_split(self.thresholds, min(_MAX_STEPS, len(self.thresholds))):
@@ -125,7 +178,7 @@ class Pricer:
 
         `values` holds a row per option and a column per case; so does the result.
         """
-        allowed = [table.allowed(device, threshold) for table in self.classes]
+        allowed = [table.allowed(device, threshold) for table in self.classes[device]]
         missing = np.array([not some.any() for some in allowed])
         least = [
             np.zeros(value.shape[1]) if none else value[some].min(axis=0)
@@ -135,13 +188,13 @@ class Pricer:
         total[self._counts @ missing > 0] = np.inf
         return np.asarray(total)
 
-    def _multipliers(self, in_flight: int) -> list[float]:
+    def _multipliers(self, stage: StageKind) -> list[float]:
         """Seconds per byte at which a block would change its option: where the bound is tight."""
         values = {0.0}
-        for table in self.classes:
-            used = table.used(in_flight)
+        for table in self.classes[stage.device]:
+            used, own = table.used(stage.in_flight), table.device == stage.device
             trades = (used[:, None] > used) & (table.time[:, None] < table.time)
-            for i, j in np.argwhere(trades & (table.device[:, None] == table.device)):
+            for i, j in np.argwhere(trades & own[:, None] & own):
                 values.add(float((table.time[j] - table.time[i]) / (used[i] - used[j])))
         ordered = sorted(values)
         step = -(-len(ordered) // _MAX_MULTIPLIERS)
@@ -177,7 +230,7 @@ class Pricer:
         sync as `weight` allows, so (least time, weight * (least sum - least time)) is as good.
         """
         present = [(c, n) for c, n in enumerate(counts) if n]
-        tables = [(self.classes[c], n) for c, n in present]
+        tables = [(self.classes[stage.device][c], n) for c, n in present]
         fastest = self._pack(stage, present, thresholds, sync_share=0.0)
         if fastest is None:
             return ()
@@ -235,7 +288,7 @@ class Pricer:
     ) -> list[Group]:
         groups = []
         for index, count in present:
-            table = self.classes[index]
+            table = self.classes[stage.device][index]
             some = table.allowed(stage.device, threshold)
             cost = (table.time + sync_share * table.sync)[some]
             groups.append(Group(count=count, cost=cost, used=table.used(stage.in_flight)[some]))
@@ -254,7 +307,7 @@ class Pricer:
         multiplier, _ = best_multiplier(last, stage.free_bytes - thresholds[-1])
         least, lower = np.zeros(len(limits)), -multiplier * (stage.free_bytes - limits)
         for (index, count), group in zip(present, last, strict=True):
-            table = self.classes[index]
+            table = self.classes[stage.device][index]
             own = table.transient[table.allowed(stage.device, thresholds[-1])]
             allowed = own <= limits[:, None]
             value = group.cost + multiplier * group.used
@@ -273,20 +326,21 @@ class Pricer:
         threshold: float,
     ) -> Price:
         kinds = [index for index, count in present for _ in range(count)]
+        tables = self.classes[stage.device]
         allowed = {
-            i: np.flatnonzero(self.classes[i].allowed(stage.device, threshold)) for i, _ in present
+            i: np.flatnonzero(tables[i].allowed(stage.device, threshold)) for i, _ in present
         }
         options = [
             (i, int(allowed[i][local])) for i, local in zip(kinds, packing.options, strict=True)
         ]
         return Price(
-            time_s=stage.scale * math.fsum(float(self.classes[i].time[o]) for i, o in options),
-            sync_s=math.fsum(float(self.classes[i].sync[o]) for i, o in options),
+            time_s=stage.scale * math.fsum(float(tables[i].time[o]) for i, o in options),
+            sync_s=math.fsum(float(tables[i].sync[o]) for i, o in options),
             options=lambda: options,
         )
 
     def _own_thresholds(self, counts: tuple[int, ...], device: int) -> list[float]:
-        tables = [self.classes[c] for c, count in enumerate(counts) if count]
+        tables = [self.classes[device][c] for c, count in enumerate(counts) if count]
         present = [table.transient[table.device == device] for table in tables]
         floor = max(float(t.min()) for t in present)
         return sorted({float(t) for ts in present for t in ts if t >= floor})
@@ -313,7 +367,7 @@ class Pricer:
                 current = extend(
                     current,
                     _last(counts),
-                    self.classes[_last(counts)],
+                    self.classes[device][_last(counts)],
                     device=device,
                     in_flight=in_flight,
                     threshold=threshold,

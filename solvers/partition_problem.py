@@ -43,12 +43,12 @@ class BlockOption:
 class StageUse:
     """Time per micro-batch, time per step and peak bytes of every stage of one partition.
 
-    `top_s` is the time that counts towards the bottleneck. The bytes of stages that share a rank
-    add up to the rank's peak.
+    Of its time a stage takes `cuts_s` for the cuts at both its ends. Times and bytes of stages that
+    share a rank add up to the rank's.
     """
 
     time_s: tuple[float, ...]
-    top_s: tuple[float, ...]
+    cuts_s: tuple[float, ...]
     sync_s: tuple[float, ...]
     used_bytes: tuple[float, ...]
 
@@ -71,11 +71,11 @@ class PartitionProblem:
     of that kind, of which every class has some.
 
     Other pipelines weigh the terms differently: `sum_weight` multiplies the sum of T, `max_weight`,
-    where given, replaces num_micro_batches - 1, and without `boundary_in_max` the longest T is
-    taken without the cuts. `stage_rank` says which stages share a device (none by default): the
-    capacity, the same for all of them, then holds for their bytes together, of transients the
-    largest, and Y is summed over them before the maximum. Raises ValueError naming the field that
-    is malformed.
+    where given, replaces num_micro_batches - 1, and without `boundary_in_max` cuts take their time
+    beside the blocks, so that of the longest T the longer of both counts. `stage_rank` says which
+    stages share a device (none by default): the capacity, the same for all of them, then holds for
+    their bytes together, of transients the largest, and T and Y are summed over them before the
+    maximum. Raises ValueError naming the field that is malformed.
     """
 
     blocks: tuple[int, ...]
@@ -137,7 +137,7 @@ class PartitionProblem:
 
     @property
     def bottleneck_weight(self) -> float:
-        """What the longest stage time is multiplied by."""
+        """What the longest time of a rank is multiplied by."""
         return self.num_micro_batches - 1 if self.max_weight is None else self.max_weight
 
     @property
@@ -208,7 +208,7 @@ class PartitionProblem:
     def use(self, cuts: tuple[int, ...], options: tuple[int, ...]) -> StageUse:
         """What every stage takes with these cuts and one option per block."""
         chosen = [self.classes[kind][o] for kind, o in zip(self.blocks, options, strict=True)]
-        times, tops, syncs, used, transients = [], [], [], [], []
+        times, edges, syncs, used, transients = [], [], [], [], []
         hops = [
             scale * self.boundary_s[c - 1] for c, scale in zip(cuts, self.hop_scale, strict=True)
         ]
@@ -217,8 +217,8 @@ class PartitionProblem:
             if any(o.device != self.stage_device[k] for o in held):
                 raise ValueError(f"options: stage {k} is on device {self.stage_device[k]}")
             work = self.time_scale[k] * math.fsum(o.time_s for o in held)
-            times.append(work + math.fsum(hops[max(k - 1, 0) : k + 1]))
-            tops.append(times[-1] if self.boundary_in_max else work)
+            edges.append(math.fsum(hops[max(k - 1, 0) : k + 1]))
+            times.append(work + edges[-1])
             syncs.append(math.fsum(o.sync_s for o in held))
             static = math.fsum(o.static_bytes for o in held)
             saved = math.fsum(o.saved_bytes for o in held)
@@ -228,7 +228,7 @@ class PartitionProblem:
             widest = max(stages, key=lambda k: transients[k])
             used[widest] += transients[widest]
         return StageUse(
-            time_s=tuple(times), top_s=tuple(tops), sync_s=tuple(syncs), used_bytes=tuple(used)
+            time_s=tuple(times), cuts_s=tuple(edges), sync_s=tuple(syncs), used_bytes=tuple(used)
         )
 
     def lacking(self, use: StageUse) -> list[tuple[int, float]]:
@@ -244,9 +244,16 @@ class PartitionProblem:
         """Step time in seconds; inf where a rank's stages do not fit."""
         if self.lacking(use):
             return math.inf
-        bottleneck = self.bottleneck_weight * max(use.top_s)
-        sync = max(math.fsum(use.sync_s[k] for k in stages) for stages in self.rank_stages())
-        return self.sum_weight * math.fsum(use.time_s) + bottleneck + sync
+        ranks = self.rank_stages()
+        longest = max(self._top(use, stages) for stages in ranks)
+        sync = max(math.fsum(use.sync_s[k] for k in stages) for stages in ranks)
+        return self.sum_weight * math.fsum(use.time_s) + self.bottleneck_weight * longest + sync
+
+    def _top(self, use: StageUse, stages: list[int]) -> float:
+        """The time of a rank as it counts towards the longest."""
+        time_s = math.fsum(use.time_s[k] for k in stages)
+        cuts_s = math.fsum(use.cuts_s[k] for k in stages)
+        return time_s if self.boundary_in_max else max(time_s - cuts_s, cuts_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,12 +29,12 @@ def relaxed_bound(
     """A lower bound on the objective, never below `lower_bound`; inf where nothing fits.
 
     Blocks may be split and stages take any of them, but every stage keeps to its own memory, with
-    its own number of micro-batches in flight, and no stage may be longer than the longest. A first
+    its own number of micro-batches in flight, and no rank may be longer than the longest. A first
     or last block that is alone of its class stays in the first or last stage.
 
-    Whole blocks tell more: either the longest stage takes at least what some option takes, or no
+    Whole blocks tell more: either the longest rank takes at least what some option takes, or no
     block runs by that option or by a longer one. The smaller of both relaxations is a bound again,
-    and is taken for the first option longer than the longest stage so far, until that gains
+    and is taken for the first option longer than the longest rank so far, until that gains
     nothing or the bound is `enough`.
     """
     cheap = lower_bound(problem)
@@ -47,7 +47,7 @@ def relaxed_bound(
     def relax(least_s: float, below_s: float = math.inf) -> tuple[float, float]:
         return _relax(scaled, backend, time_limit_s, max(least_s, shortest_s), below_s)
 
-    shortest_s = scale * least_bottleneck(scaled)
+    shortest_s = least_bottleneck(scaled)
     bound, longest_s = relax(shortest_s)
     for _ in range(_BRANCHES):
         step_s = next((t for t in times if t > longest_s * (1 + _SLACK)), math.inf)
@@ -70,8 +70,8 @@ def _relax(
     least_s: float,
     below_s: float,
 ) -> tuple[float, float]:
-    """A bound where the longest stage takes `least_s` and no block `below_s` or more, and how long
-    the longest stage is then."""
+    """A bound where the longest rank takes `least_s` and no block `below_s` or more, and how long
+    the longest rank is then."""
     model = _model(problem, least_s, below_s)
     if model is None:
         return math.inf, math.inf
@@ -112,9 +112,9 @@ def _model(problem: PartitionProblem, least_s: float, below_s: float) -> pulp.Lp
         if not parts:
             return None
         model += pulp.lpSum(parts) == count
-    for terms in work:
-        model += pulp.LpAffineExpression(terms) <= longest
     for stages in problem.rank_stages():
+        spent = [term for stage in stages for term in work[stage]]
+        model += pulp.LpAffineExpression(spent) <= longest
         used = [term for stage in stages for term in held[stage]]
         unit = max(1.0, problem.capacity_bytes[stages[0]])
         model += (

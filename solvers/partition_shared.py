@@ -6,10 +6,10 @@ the whole capacity is a relaxation, exact where memory is not what decides. `sha
 the memory of all ranks instead, by a Lagrangian: with `used` what a stage holds,
 
     sum_weight * sum T + max_weight * max T + max Y
-      >= min over partitions of sum (sum_weight * T + max_weight * T / K + Y / ranks + p * used)
+      >= min over partitions of sum (sum_weight * T + max_weight * T / ranks + Y / ranks + p * used)
          - p * sum capacity
 
-for any price p >= 0, as a maximum is at least the mean.
+for any price p >= 0, as a maximum over ranks is at least the mean.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class _Relaxed:
         self.problem = problem
         whole = tuple(range(problem.num_stages))
         apart = dataclasses.replace(problem, stage_rank=whole).scaled()
-        self.pricer = Pricer(apart, math.inf)
-        self.search = ChainSearch(apart, self.pricer.kind_of_stage, math.inf)
+        self.pricer = Pricer.of(apart, math.inf)
+        self.search = ChainSearch.of(apart, self.pricer.kind_of_stage, math.inf)
         self.boundary = self.pricer.boundary_s(apart)
         self.ranks = problem.rank_stages()
         position = np.arange(len(problem.blocks) + 1)
@@ -193,7 +193,7 @@ class _Relaxed:
         found = []
         for kind, boundary_s in zip(self.pricer.kinds, self.boundary, strict=True):
             least = []
-            for c in self.pricer.classes:
+            for c in self.pricer.classes[kind.device]:
                 cost = time_weight * kind.scale * c.time + sync_weight * c.sync
                 own = (cost + price * c.used(kind.in_flight))[c.device == kind.device]
                 least.append(float(own.min()) if len(own) else 0.0)  # 0: no block of the class
@@ -205,7 +205,7 @@ class _Relaxed:
 def shared_bound(problem: PartitionProblem) -> float:
     """A lower bound on the objective by the Lagrangian of all ranks' memory together."""
     relaxed = _Relaxed(problem)
-    weight = relaxed.search.weight / problem.num_stages
+    weight = relaxed.search.weight / len(relaxed.ranks)
     weights = {
         "time_weight": 1 + weight,
         "cut_weight": 1 + weight if problem.boundary_in_max else 1.0,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solvers.partition_dp import ArcCosts, ChainSearch, Path
-from solvers.partition_pricing import Price, Pricer
-from solvers.partition_problem import PartitionProblem
+from solvers.partition_pricing import Array, Price, Pricer
 
 _KEEP_SLACK = 1e-9
 
@@ -19,7 +17,14 @@ _KEEP_SLACK = 1e-9
 class PriceTable:
     """Per kind of stage and composition: a lower bound on time and sync, or the exact prices."""
 
-    def __init__(self, problem: PartitionProblem, pricer: Pricer) -> None:
+    def __init__(
+        self,
+        pricer: Pricer,
+        *,
+        boundary_s: list[Array],
+        is_run: NDArray[np.bool_],
+        boundary_in_max: bool,
+    ) -> None:
         self.pricer = pricer
         kinds = range(len(pricer.kinds))
         self.time = [pricer.lower_time(kind)[None, :] for kind in kinds]
@@ -29,11 +34,9 @@ class PriceTable:
         ]
         self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
         self.priced = [np.zeros(len(pricer.compositions), dtype=bool) for _ in kinds]
-        length = len(problem.blocks)
-        self._boundary = pricer.boundary_s(problem)
-        self._boundary_in_max = problem.boundary_in_max
-        position = np.arange(length + 1)
-        self._is_run = position[None, :] - position[:, None] >= problem.min_blocks
+        self.boundary_s = boundary_s
+        self.is_run = is_run
+        self.boundary_in_max = boundary_in_max
 
     def arcs(
         self, allowed: list[NDArray[np.bool_]] | None = None, *, real: bool = False
@@ -44,9 +47,9 @@ class PriceTable:
             time=[np.where(r, t, np.inf) if real else t.copy() for t, r in pairs],
             sync=[s.copy() for s in self.sync],
             run=self.pricer.run,
-            boundary_s=self._boundary,
-            boundary_in_max=self._boundary_in_max,
-            allowed=allowed or [self._is_run] * len(self.time),
+            boundary_s=self.boundary_s,
+            boundary_in_max=self.boundary_in_max,
+            allowed=allowed or [self.is_run] * len(self.time),
         )
 
     def arcs_of(self, path: Path) -> list[tuple[int, int]]:
@@ -107,16 +110,12 @@ class PriceTable:
             kept.append(np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK)))
         return kept
 
-    def options(self, problem: PartitionProblem, path: Path) -> tuple[int, ...]:
-        """The option of every block on a path that `is_real`, the lowest first within a class."""
-        chosen: list[int] = []
+    def ways(self, path: Path) -> list[list[tuple[int, int]]]:
+        """Per stage of a path that `is_real`, (class, option) of its blocks."""
+        found = []
         for stage, (kind, composition) in enumerate(self.arcs_of(path)):
             way = self.pricer.price(kind, composition)[path.ways[stage]]
             if way.options is None:
                 raise ValueError("the path uses a bound, not a way to run a stage")
-            queues: dict[int, list[int]] = defaultdict(list)
-            for block_class, option in sorted(way.options(), reverse=True):
-                queues[block_class].append(option)
-            blocks = problem.blocks[path.positions[stage] : path.positions[stage + 1]]
-            chosen += [queues[block_class].pop() for block_class in blocks]
-        return tuple(chosen)
+            found.append(way.options())
+        return found

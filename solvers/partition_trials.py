@@ -1,6 +1,6 @@
 """A partition problem with little to try, exact: all cuts, all options of the blocks of a rank.
 
-With the cuts given, ranks meet only in the sum of times, the longest stage and the longest sync. So
+With the cuts given, ranks meet only in the sum of times, the longest rank and the longest sync. So
 each rank's ways to run its own blocks are tried apart, the beaten ones dropped, and ranks joined
 one by one.
 """
@@ -26,8 +26,8 @@ _MAX_TRIALS = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Ways:
-    """Ways to run some ranks: the sum of stage times, the longest that counts, the longest sync,
-    and the option of every block of theirs [way, block]."""
+    """Ways to run some ranks: the sum of stage times, the longest rank as far as it counts, the
+    longest sync, and the option of every block of theirs [way, block]."""
 
     time: Array
     top: Array
@@ -136,8 +136,8 @@ def _ways(
         )
         for name in ("time_s", "static_bytes", "saved_bytes", "sync_s", "transient_bytes")
     }
-    time = np.zeros(len(options))
-    top, used = np.zeros(len(options)), value["transient_bytes"].max(axis=0)
+    time, edges = np.zeros(len(options)), 0.0
+    used = value["transient_bytes"].max(axis=0)
     start = 0
     hops = [
         scale * problem.boundary_s[c - 1] for c, scale in zip(cuts, problem.hop_scale, strict=True)
@@ -146,12 +146,12 @@ def _ways(
         own = slice(start, start + len(run))
         start += len(run)
         work = problem.time_scale[k] * value["time_s"][own].sum(axis=0)
-        whole = work + sum(hops[max(k - 1, 0) : k + 1])
-        time += whole
-        top = np.maximum(top, whole if problem.boundary_in_max else work)
+        edges += sum(hops[max(k - 1, 0) : k + 1])
+        time += work + sum(hops[max(k - 1, 0) : k + 1])
         saved = problem.in_flight[k] * value["saved_bytes"][own].sum(axis=0)
         used += problem.stage_fixed_bytes[k] + value["static_bytes"][own].sum(axis=0) + saved
     capacity = problem.capacity_bytes[stages[0]]
     fitting = np.flatnonzero(used <= capacity + CAPACITY_TOLERANCE * abs(capacity))
+    top = time if problem.boundary_in_max else np.maximum(time - edges, edges)
     ways = _Ways(time=time, top=top, sync=value["sync_s"].sum(axis=0), options=options)
     return ways.kept(fitting).unbeaten(), used, options

@@ -194,6 +194,7 @@ class Bounds:
             num_micro_batches=grid.micro_batches,
             sum_weight=weights.sum,
             max_weight=weights.longest,
+            stage_rank=grid.pipe.placement,
             stage_device=tuple(devices[place] for place in grid.pipe.placement),
         )
 
@@ -217,7 +218,6 @@ class Bounds:
             self._plain_problem(grid, weights, self._floor_classes(grid, least)),
             in_flight=(1,) * stages,
             capacity_bytes=(free / grid.pipeline,) * stages,
-            stage_rank=grid.pipe.placement,
         )
         return Bound(max(plain, pooled_bound(problem)), plain)
 

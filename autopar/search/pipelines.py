@@ -135,7 +135,7 @@ def _read_off(count: Callable[[Pipeline], tuple[int, ...]], pipeline: Pipeline) 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """The objective of a pipeline: `sum` times the sum of the stages' times plus `longest` times
-    the longest of them."""
+    the longest of the ranks, each as long as its stages together."""
 
     sum: float
     longest: float
@@ -144,8 +144,8 @@ class Weights:
     def of(step: float, pipeline: Pipeline, slowdown: float = 1.0) -> Weights:
         """Those by which equal stages of one second take `step` seconds.
 
-        A chunk that is longer than the others holds up its round, so a stage counts in the longest
-        as often as a rank runs stages. Where ranks share cores, all work counts wherever it is.
+        A rank has all micro-batches' work of its stages to do, whichever of them is the longer.
+        Where ranks share cores, all work counts wherever it is.
         """
         share = 1.0 / pipeline.chunks
         if slowdown > 1:
@@ -153,7 +153,8 @@ class Weights:
         share = min(share, step / pipeline.num_stages)
         if not pipeline.flushes:  # it never drains: only the slowest stage counts
             share = _NEGLIGIBLE / pipeline.num_stages
-        return Weights(sum=share, longest=max(0.0, step - share * pipeline.num_stages))
+        longest = max(0.0, step - share * pipeline.num_stages)
+        return Weights(sum=share, longest=longest / pipeline.chunks)
 
 
 def least_step(

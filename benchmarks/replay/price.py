@@ -213,8 +213,9 @@ def grid_step_s(staged: Staged, weights: Weights) -> float:
             option = staged.options[key[0]][key[1]]
             views[key] = option.forward_s + option.backward_s, option.update_s
     total = longest = tail = 0.0
-    for own in staged.problem.stages(staged.solution.cuts):
-        counted = Counter((blocks[b], chosen[b]) for b in own)
+    stages = staged.problem.stages(staged.solution.cuts)
+    for on_rank in staged.problem.rank_stages():
+        counted = Counter((blocks[b], chosen[b]) for k in on_rank for b in stages[k])
         work = sum(count * views[key][0] for key, count in counted.items())
         total, longest = total + work, max(longest, work)
         tail = max(tail, sum(count * views[key][1] for key, count in counted.items()))

@@ -190,9 +190,9 @@ class Quick:
             times, ends, sends = busy[own], late[own], messages[own]
             share, longest = run.weights
             # a rank runs one stage of every chunk, and is done with all of them before it ends
-            ranks = run.terms.grid.pipeline
-            at_end = max(ends[k::ranks].sum() for k in range(min(ranks, len(ends))))
-            found[number] = share * (times.sum() + sends.sum()) + longest * times.max() + at_end
+            rank = np.array(run.terms.grid.pipe.placement)
+            slowest, at_end = (np.bincount(rank, seconds).max() for seconds in (times, ends))
+            found[number] = share * (times.sum() + sends.sum()) + longest * slowest + at_end
         return found
 
 

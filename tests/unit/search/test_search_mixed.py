@@ -74,13 +74,14 @@ def with_memories(memories: list[float]) -> Cluster:
 
 
 def test_a_stage_has_as_many_blocks_as_its_device_is_fast():
-    plan = planned("1:h100-sxm+1:a100-80gb", pipeline=2, micro_batches=16).plan
+    asked = {"pipeline": 2, "micro_batches": 16, "schedule": "1f1b"}
+    plan = planned("1:h100-sxm+1:a100-80gb", **asked).plan
     layers = layers_of(plan)
     assert layers[0] > layers[1]
     forward = [dict(stage.time_s)["forward"] for stage in plan.stages]
     assert forward[1] / layers[1] > 1.2 * forward[0] / layers[0]
-    alike = planned("2x1:h100-sxm", pipeline=2, micro_batches=16).plan
-    slow = planned("2x1:a100-80gb", pipeline=2, micro_batches=16).plan
+    alike = planned("2x1:h100-sxm", **asked).plan
+    slow = planned("2x1:a100-80gb", **asked).plan
     assert alike.prediction.step_s < plan.prediction.step_s < slow.prediction.step_s
 
 

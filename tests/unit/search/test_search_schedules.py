@@ -33,6 +33,7 @@ from autopar.search import make_plan
 from autopar.search.pins import parse_pins
 from autopar.search.pipelines import (
     FREE,
+    HIDES_MESSAGES,
     Pipeline,
     Weights,
     equal_step,
@@ -162,6 +163,63 @@ def test_the_objective_is_exact_for_equal_stages(pipeline):
         stage_rank=pipeline.placement,
     )
     assert solve_partition(problem, method="dp").objective == pytest.approx(simulated)
+
+
+def objective_and_step(pipeline: Pipeline, stage_s: list[float], message_s: float = 0.0):
+    """The objective of stages of these times, a third of each forwards, and what events take."""
+    stages, split = pipeline.num_stages, pipeline.splits_backward
+    third = tuple(t / 3 for t in stage_s)
+    times = StageTimes(
+        forward_s=third,
+        backward_s=tuple(2 * t for t in third),
+        backward_input_s=third,
+        backward_weight_s=third,
+        send_forward_s=(message_s,) * (stages - 1),
+        send_backward_s=(message_s,) * (stages - 1),
+    )
+    weights = Weights.of(equal_step(pipeline, 1 / 3, 1 / 3 if split else 0.0), pipeline)
+    problem = PartitionProblem(
+        blocks=tuple(range(stages)),
+        classes=tuple((BlockOption(time_s=t, static_bytes=0.0, saved_bytes=0.0),) for t in stage_s),
+        num_stages=stages,
+        in_flight=held_together(pipeline),
+        capacity_bytes=(1.0,) * stages,
+        num_micro_batches=pipeline.micro_batches,
+        boundary_s=(message_s,) * (stages - 1),
+        sum_weight=weights.sum,
+        max_weight=weights.longest,
+        boundary_in_max=pipeline.schedule not in HIDES_MESSAGES,
+        stage_rank=pipeline.placement,
+    )
+    objective = solve_partition(problem, method="dp").objective
+    return objective, simulate(insert_communication(pipeline.build()), times).step_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks"),
+    [
+        ("interleaved-1f1b", 4, 2),
+        ("interleaved-1f1b", 4, 4),
+        ("zbv", 4, 2),
+        ("zbv", 8, 2),
+        ("dualpipev", 4, 2),
+    ],
+)
+def test_a_rank_is_as_slow_as_all_of_its_stages(schedule, ranks, chunks):
+    """A head of half a stage more, with less beside it or not, and ends that are unlike."""
+    pipeline = Pipeline(schedule=schedule, ranks=ranks, chunks=chunks, micro_batches=8 * ranks)
+    even = [1.0] * pipeline.num_stages
+    for stage_s in (even, [*even[:-1], 1.5], [0.5, *even[1:-1], 1.3], [1.25, *even[1:-1], 0.75]):
+        objective, step_s = objective_and_step(pipeline, stage_s)
+        assert objective == pytest.approx(step_s, rel=0.04)
+
+
+@pytest.mark.parametrize("message_s", [0.0, 0.1, 1.0, 2.0])
+def test_messages_that_are_hidden_take_their_links(message_s):
+    """A rank sends two messages a micro-batch: those longer than a forward or a backward decide."""
+    pipeline = Pipeline(schedule="gpipe", ranks=4, chunks=1, micro_batches=32)
+    objective, step_s = objective_and_step(pipeline, [1.0] * 4, message_s)
+    assert objective == pytest.approx(step_s, rel=0.05)
 
 
 def test_a_split_backward_defers_what_the_products_need():

@@ -92,6 +92,7 @@ def test_options_of_another_device_are_refused():
 def test_mixed_devices_that_share_ranks_are_bounded_by_brute_force(tries, monkeypatch):
     if not tries:  # the way of large problems
         monkeypatch.setattr(partition, "can_try_all", lambda problem: False)
+        monkeypatch.setattr(partition, "rank_graphs", lambda problem, deadline: [])
     exact = 0
     for seed in range(80):
         problem = random_mixed_shared_problem(seed)

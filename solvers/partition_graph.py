@@ -1,0 +1,97 @@
+"""A partition problem as arcs between positions, each a stage, or a rank with all of its stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.partition_dp import ChainSearch
+from solvers.partition_pricing import Pricer
+from solvers.partition_problem import PartitionProblem
+from solvers.partition_table import PriceTable
+
+Ways = list[list[tuple[int, int]]]
+"""Per arc of a path, (class, option) of its blocks."""
+
+Partition = tuple[tuple[int, ...], tuple[int, ...]]
+"""Cuts, and the option of every block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ArcGraph:
+    """What prices arcs, what finds paths, and which partition a path with its ways stands for."""
+
+    table: PriceTable
+    search: ChainSearch
+    partition: Callable[[tuple[int, ...], Ways], Partition]
+
+    def least_lacking(self) -> tuple[float, Partition]:
+        """The fewest bytes in total that arcs lack, and the partition that does."""
+        pricer = self.table.pricer
+        lacking = [
+            np.where(
+                self.table.is_run,
+                np.maximum(0.0, pricer.least_bytes(kind)[pricer.run] - stage.free_bytes),
+                np.inf,
+            )
+            for kind, stage in enumerate(pricer.kinds)
+        ]
+        found = self.search.shortest(lacking)
+        if found is None:  # unreachable: any cut positions are a path
+            raise AssertionError("no cut positions")
+        total, positions = found
+        ways = [
+            pricer.least_options(kind, int(pricer.run[positions[k], positions[k + 1]]))
+            for k, kind in enumerate(pricer.kind_of_stage)
+        ]
+        return total, self.partition(positions, ways)
+
+    def least_excess(self) -> float:
+        """Bytes beyond what is free that the fullest arc of a path needs at the least."""
+        pricer = self.table.pricer
+        base = max(abs(stage.free_bytes) for stage in pricer.kinds)
+        needs = [  # a bottleneck is sought of numbers from 0
+            np.where(
+                self.table.is_run,
+                pricer.least_bytes(kind)[pricer.run] - stage.free_bytes + base,
+                np.inf,
+            )
+            for kind, stage in enumerate(pricer.kinds)
+        ]
+        return self.search.least_bottleneck(needs) - base
+
+
+def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
+    """Arcs are stages, positions are cuts. Times have `sum_weight` in them."""
+    pricer = Pricer.of(problem, deadline)
+    position = np.arange(len(problem.blocks) + 1)
+    table = PriceTable(
+        pricer,
+        boundary_s=pricer.boundary_s(problem),
+        is_run=position[None, :] - position[:, None] >= problem.min_blocks,
+        boundary_in_max=problem.boundary_in_max,
+    )
+
+    def partition(positions: tuple[int, ...], ways: Ways) -> Partition:
+        cuts = positions[1:-1]
+        return cuts, in_order(problem, cuts, ways)
+
+    search = ChainSearch.of(problem, pricer.kind_of_stage, deadline)
+    return ArcGraph(table=table, search=search, partition=partition)
+
+
+def in_order(
+    problem: PartitionProblem, cuts: tuple[int, ...], ways: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[int, ...]:
+    """The option of every block, the lowest first among blocks of a class on a stage; `ways` are
+    (class, option) of the blocks of every stage, in any order."""
+    chosen: list[int] = []
+    for stage, way in zip(problem.stages(cuts), ways, strict=True):
+        queues: dict[int, list[int]] = defaultdict(list)
+        for block_class, option in sorted(way, reverse=True):
+            queues[block_class].append(option)
+        chosen += [queues[problem.blocks[b]].pop() for b in stage]
+    return tuple(chosen)

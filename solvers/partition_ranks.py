@@ -1,0 +1,338 @@
+"""Ranks that hold several stages, exactly: a rank with all of its stages is one arc.
+
+Which blocks of a class a stage runs is free where they follow each other, so only their number
+counts. Once it is known between which classes the stages are cut (a layout), the blocks left over
+are dealt out to ranks, and a rank to its stages as it does best: with n[j] blocks of the j-th such
+run of blocks,
+
+    price(rank, n) = the least time, within the rank's memory, of the blocks that its stages have at
+                     the least and n[j] more, each on any of its stages that reaches run j,
+
+a knapsack like that of a stage, and a walk over (n[j] dealt out so far) finds the best partition by
+the longest rank as one over cuts does by the longest stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from solvers.partition_dp import ChainSearch
+from solvers.partition_frontier import ClassTable
+from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
+from solvers.partition_pricing import Pricer, StageKind
+from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_spread import Block, spread
+from solvers.partition_table import PriceTable
+from solvers.solution import CAPACITY_TOLERANCE
+
+_MAX_LAYOUTS = 512
+_MAX_ARCS = 20_000_000
+"""Arcs of all layouts together, up to which they are searched one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Blocks of a class that follow each other, every cut between two of which costs the same."""
+
+    kind: int
+    length: int
+    inner_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """What stages have for certain and may have besides.
+
+    `sure[k]` are the classes of the blocks that stage k has at the least, `free[k]` the runs of
+    which it may have more, of which there are `spare[j]` each; `cut_s[k]` is the cost of the cut
+    after stage k.
+    """
+
+    sure: tuple[tuple[int, ...], ...]
+    free: tuple[tuple[int, ...], ...]
+    spare: tuple[int, ...]
+    run_class: tuple[int, ...]
+    cut_s: tuple[float, ...]
+
+    @property
+    def states(self) -> int:
+        """Ways to have dealt out some of the spare blocks."""
+        return math.prod(spare + 1 for spare in self.spare)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Offer:
+    """The options that a block of a rank has: of each, which of the rank's stages runs it, and its
+    number in the class. The block adds nothing where it only stands for none."""
+
+    block_class: int
+    options: tuple[BlockOption, ...]
+    origin: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    """What a rank has free, what its cuts cost, and what is offered for each of its sure blocks
+    and then for the spare ones of every run."""
+
+    free_bytes: float
+    cuts_s: float
+    offers: tuple[_Offer, ...]
+
+
+def rank_graphs(problem: PartitionProblem, deadline: float) -> list[ArcGraph]:
+    """Every way to lay the cuts out over the classes, with ranks as arcs; none where there are too
+    many, or where stages must have more than one block. Times have `sum_weight` in them."""
+    if problem.min_blocks > 1 and problem.fixed_cuts is None:
+        return []
+    layouts = list(itertools.islice(_layouts(problem), _MAX_LAYOUTS + 1))
+    arcs = sum(layout.states**2 for layout in layouts)
+    if len(layouts) > _MAX_LAYOUTS or arcs > _MAX_ARCS:
+        return []
+    ranks = _Ranks(problem)
+    return [ranks.graph(layout, deadline) for layout in layouts]
+
+
+def _layouts(problem: PartitionProblem) -> Iterator[_Layout]:
+    if problem.fixed_cuts is not None:
+        yield _Layout(
+            sure=tuple(
+                tuple(sorted(problem.blocks[b] for b in stage))
+                for stage in problem.stages(problem.fixed_cuts)
+            ),
+            free=((),) * problem.num_stages,
+            spare=(),
+            run_class=(),
+            cut_s=tuple(problem.boundary_s[cut - 1] for cut in problem.fixed_cuts),
+        )
+        return
+    runs = _runs(problem)
+    for inside, ends in _places(runs, problem.num_stages - 1):
+        yield _laid_out(runs, inside, ends)
+
+
+def _runs(problem: PartitionProblem) -> list[_Run]:
+    runs: list[_Run] = []
+    for block, kind in enumerate(problem.blocks):
+        end_s = problem.boundary_s[block] if block < len(problem.boundary_s) else 0.0
+        last = runs[-1] if runs else None
+        if last and last.kind == kind and (last.length == 1 or last.end_s == last.inner_s):
+            runs[-1] = _Run(kind=kind, length=last.length + 1, inner_s=last.end_s, end_s=end_s)
+        else:
+            runs.append(_Run(kind=kind, length=1, inner_s=0.0, end_s=end_s))
+    return runs
+
+
+def _places(runs: Sequence[_Run], cuts: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """How many cuts are inside every run, and at its end: 0 or 1."""
+    most = [run.length for run in runs]
+    most[-1] -= 1  # none after the last block
+    after = [sum(most[j + 1 :]) for j in range(len(runs))]
+
+    def place(j: int, left: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        if j == len(runs):
+            yield (), ()
+            return
+        last = j == len(runs) - 1
+        for end in (0,) if last else (0, 1):
+            least = max(0, left - end - after[j])
+            for inside in range(least, min(runs[j].length - 1, left - end) + 1):
+                for more, ends in place(j + 1, left - end - inside):
+                    yield (inside, *more), (end, *ends)
+
+    yield from place(0, cuts)
+
+
+def _laid_out(runs: Sequence[_Run], inside: tuple[int, ...], ends: tuple[int, ...]) -> _Layout:
+    sure: list[list[int]] = [[]]
+    free: list[list[int]] = [[]]
+    spare: list[int] = []
+    run_class, cut_s = [], []
+    for run, cuts, end in zip(runs, inside, ends, strict=True):
+        if cuts:
+            for k in range(cuts + 1):
+                sure[-1].append(run.kind)
+                free[-1].append(len(spare))
+                if k < cuts:
+                    sure.append([])
+                    free.append([])
+                    cut_s.append(run.inner_s)
+            spare.append(run.length - cuts - 1)
+            run_class.append(run.kind)
+        else:
+            sure[-1] += [run.kind] * run.length
+        if end:
+            sure.append([])
+            free.append([])
+            cut_s.append(run.end_s)
+    return _Layout(
+        sure=tuple(tuple(sorted(stage)) for stage in sure),
+        free=tuple(map(tuple, free)),
+        spare=tuple(spare),
+        run_class=tuple(run_class),
+        cut_s=tuple(cut_s),
+    )
+
+
+class _Ranks:
+    """The ranks of a problem by how its stages are laid out."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        self.problem = problem
+        self.stages = problem.rank_stages()
+        self._offers: dict[object, _Offer] = {}
+
+    def graph(self, layout: _Layout, deadline: float) -> ArcGraph:
+        """The ranks as arcs between numbers of spare blocks that have been dealt out."""
+        problem = self.problem
+        ranks = self._ranks(layout)
+        kinds = {rank: kind for kind, rank in enumerate(dict.fromkeys(ranks))}
+        kind_of_rank = [kinds[rank] for rank in ranks]
+        dealt = np.array(list(itertools.product(*(range(s + 1) for s in layout.spare))), dtype=int)
+        dealt = dealt.reshape(layout.states, len(layout.spare))
+        more = dealt[None, :] - dealt[:, None]
+        is_run = np.asarray((more >= 0).all(axis=2))
+        strides = np.cumprod([1, *(s + 1 for s in layout.spare[:0:-1])])[::-1]
+        sure = len(next(iter(kinds)).offers) - len(layout.spare)
+        pricer = Pricer(
+            kinds=[
+                StageKind(in_flight=0, free_bytes=rank.free_bytes, scale=1.0, device=kind)
+                for rank, kind in kinds.items()
+            ],
+            kind_of_stage=kind_of_rank,
+            classes={
+                kind: [_table(offer.options, kind) for offer in rank.offers]
+                for rank, kind in kinds.items()
+            },
+            run=np.where(is_run, more @ strides[: len(layout.spare)], 0),
+            compositions=np.pad(dealt, ((0, 0), (sure, 0)), constant_values=1),
+            weight=1.0 + (problem.bottleneck_weight if len(ranks) == 1 else 0.0),
+            deadline=deadline,
+        )
+        cuts_s = [np.broadcast_to(np.float64(rank.cuts_s), is_run.shape) for rank in kinds]
+        table = PriceTable(
+            pricer, boundary_s=cuts_s, is_run=is_run, boundary_in_max=problem.boundary_in_max
+        )
+        last = layout.states - 1
+        search = ChainSearch(
+            kind_of_stage=kind_of_rank,
+            weight=problem.bottleneck_weight,
+            deadline=deadline,
+            first=[0] * len(ranks) + [last],
+            last=[0] + [last] * len(ranks),
+        )
+
+        def partition(positions: tuple[int, ...], ways: Ways) -> Partition:
+            return self._partition(layout, ranks, ways)
+
+        return ArcGraph(table=table, search=search, partition=partition)
+
+    def _ranks(self, layout: _Layout) -> list[_Rank]:
+        """All ranks, those with fewer sure blocks than others with some that stand for none."""
+        problem = self.problem
+        hops = [s * c for s, c in zip(problem.hop_scale, layout.cut_s, strict=True)]
+        most = max(sum(len(layout.sure[k]) for k in stages) for stages in self.stages)
+        ranks = []
+        for stages in self.stages:
+            offers = [self._offer(kind, stages, [k]) for k in stages for kind in layout.sure[k]]
+            floor = max(min(o.transient_bytes for o in offer.options) for offer in offers)
+            offers += [_nothing(floor)] * (most - len(offers))
+            for run, kind in enumerate(layout.run_class):
+                offers.append(
+                    self._offer(kind, stages, [k for k in stages if run in layout.free[k]])
+                )
+            capacity = problem.capacity_bytes[stages[0]]
+            fixed = math.fsum(problem.stage_fixed_bytes[k] for k in stages)
+            ranks.append(
+                _Rank(
+                    free_bytes=capacity + CAPACITY_TOLERANCE * abs(capacity) - fixed,
+                    cuts_s=math.fsum(h for k in stages for h in hops[max(k - 1, 0) : k + 1]),
+                    offers=tuple(offers),
+                )
+            )
+        return ranks
+
+    def _offer(self, kind: int, on_rank: Sequence[int], stages: Sequence[int]) -> _Offer:
+        """What a class offers for a block on any of some stages of a rank."""
+        problem = self.problem
+        places = tuple(
+            (on_rank.index(k), problem.time_scale[k], problem.in_flight[k], problem.stage_device[k])
+            for k in stages
+        )
+        key = kind, places
+        if key not in self._offers:
+            options, origin = [], []
+            for place, scale, in_flight, device in places:
+                for index, option in enumerate(problem.classes[kind]):
+                    if option.device != device:
+                        continue
+                    held = option.static_bytes + in_flight * option.saved_bytes
+                    options.append(
+                        BlockOption(
+                            time_s=scale * option.time_s,
+                            static_bytes=held,
+                            saved_bytes=0.0,
+                            sync_s=option.sync_s,
+                            transient_bytes=option.transient_bytes,
+                        )
+                    )
+                    origin.append((place, index))
+            kept = _unbeaten(options)
+            self._offers[key] = _Offer(
+                block_class=kind,
+                options=tuple(options[i] for i in kept),
+                origin=tuple(origin[i] for i in kept),
+            )
+        return self._offers[key]
+
+    def _partition(self, layout: _Layout, ranks: Sequence[_Rank], ways: Ways) -> Partition:
+        """Cuts and options, the spare blocks of a rank spread over its stages as evenly as fits."""
+        problem = self.problem
+        held: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_stages)]
+        for stages, rank, way in zip(self.stages, ranks, ways, strict=True):
+            sure = len(rank.offers) - len(layout.spare)
+            blocks = []
+            for place, option in way:
+                offer = rank.offers[place]
+                if not offer.origin:
+                    continue
+                stage, own = offer.origin[option]
+                run = place - sure
+                reach = stages[stage : stage + 1]
+                if run >= 0:
+                    reach = [k for k in stages if run in layout.free[k]]
+                block = offer.block_class, own
+                blocks.append(Block(at=stages[stage], reach=tuple(reach), block=block))
+            for stage, block in spread(problem, rank.free_bytes, blocks):
+                held[stage].append(block)
+        cuts = tuple(itertools.accumulate(len(stage) for stage in held[:-1]))
+        return cuts, in_order(problem, cuts, held)
+
+
+def _nothing(transient_bytes: float) -> _Offer:
+    none = BlockOption(
+        time_s=0.0, static_bytes=0.0, saved_bytes=0.0, transient_bytes=transient_bytes
+    )
+    return _Offer(block_class=0, options=(none,), origin=())
+
+
+def _table(options: tuple[BlockOption, ...], kind: int) -> ClassTable:
+    return ClassTable(tuple(dataclasses.replace(option, device=kind) for option in options))
+
+
+def _unbeaten(options: Sequence[BlockOption]) -> list[int]:
+    """The options that no other matches or beats in all; of equals the first."""
+    if not options:
+        return []
+    numbers = np.array([option.numbers for option in options])
+    no_more = (numbers[:, None] <= numbers[None, :]).all(axis=2)  # [rival, option]
+    first = np.tri(len(options), k=-1, dtype=bool).T
+    beaten = (no_more & (~no_more.T | first)).any(axis=0)
+    return [int(i) for i in np.flatnonzero(~beaten)]
