@@ -382,6 +382,13 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         type=_share,
         help="end the search once the plan is proven to be within this share of the best (0.02)",
     )
+    add(
+        "--workers",
+        metavar="N",
+        type=_whole,
+        help="processes that share a long search, which does not change the plan (default: one for "
+        "each core at hand)",
+    )
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 
 

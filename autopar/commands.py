@@ -330,6 +330,7 @@ def planning_options(options: Namespace) -> PlanOptions:
         given[name] = getattr(options, name, None)
     if prices := getattr(options, "price", []):
         given["prices"] = dict(prices)
+    given["workers"] = options.workers or _cores()
     given = {name: value for name, value in given.items() if value is not None}
     if getattr(options, "keep", None):
         pins = _kept(options)
@@ -337,6 +338,14 @@ def planning_options(options: Namespace) -> PlanOptions:
     elif getattr(options, "free", ()):
         raise InputError("--free without --keep: nothing is kept; name the plan with --keep")
     return compiler.PlanOptions(pins=pins, **given)
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # where there is no such call
+        return os.cpu_count() or 1
 
 
 def _kept(options: Namespace) -> tuple[tuple[str, str], ...]:

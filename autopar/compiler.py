@@ -38,6 +38,7 @@ from autopar.search import (
     make_plan,
     parse_pins,
     split_classes,
+    working,
 )
 from autopar.sources import Batch, LossFn, ModelSource, load_source
 
@@ -73,7 +74,8 @@ class PlanOptions:
     of each kind costs an hour, where the cluster does not. The search ends once the plan is proven
     to be within `gap` of the best, or at the time limit. It names the techniques that came next:
     those it met, or `top` of them, searched for. With `all_devices` the plan leaves no device out
-    and keeps the order of the cluster's groups.
+    and keeps the order of the cluster's groups. Long searches are shared by `workers` processes,
+    where more than one; the plan does not depend on how many.
     """
 
     global_batch: int | None = None
@@ -91,6 +93,7 @@ class PlanOptions:
     backend: str = "highs"
     profile: Profile | None = None
     all_devices: bool = False
+    workers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,10 +134,12 @@ def plan_model(
     """
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     _checked(options, where)
-    progress("capturing the model", None)
-    captured = capture(model, batch, loss_fn=loss_fn)
-    options = replace(options, pins=with_pins_of(model, options.pins))
-    return plan_captured(captured, where, options, name=name, progress=progress)
+    with working(options.workers) as team:
+        progress("capturing the model", None)
+        captured = capture(model, batch, loss_fn=loss_fn)
+        options = replace(options, pins=with_pins_of(model, options.pins))
+        setting = planning_setting(captured, where, options, name=name, progress=progress)
+        return _planned(captured, replace(setting, team=team), progress)
 
 
 def plan_captured(
@@ -150,6 +155,11 @@ def plan_captured(
     Raises InputError or InfeasiblePlan with the reason.
     """
     setting = planning_setting(captured, cluster, options, name=name, progress=progress)
+    with working(options.workers) as team:
+        return _planned(captured, replace(setting, team=team), progress)
+
+
+def _planned(captured: Captured, setting: Setting, progress: Progress) -> Planned:
     plan = make_plan(setting, progress)
     return with_collectives(
         Planned(captured=captured, chain=setting.chain, plan=plan, worked_out=setting.worked_out)
@@ -316,8 +326,10 @@ def plan_source(
 ) -> Planned:
     """Plan a model by name, without allocating it."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    captured, options = capture_source(source, where, options, progress)
-    return plan_captured(captured, where, options, name=source.name, progress=progress)
+    with working(options.workers) as team:
+        captured, options = capture_source(source, where, options, progress)
+        setting = planning_setting(captured, where, options, name=source.name, progress=progress)
+        return _planned(captured, replace(setting, team=team), progress)
 
 
 def write_program(planned: Planned, folder: Path | str) -> None:

@@ -49,12 +49,21 @@ _FAMILIES = (
     reduction, view,
 )  # fmt: skip
 
+_BUILT_IN = dict(RULES)
+
+
+def is_extended() -> bool:
+    """Whether rules were registered from outside, which another process does not have."""
+    return RULES != _BUILT_IN
+
+
 __all__ = [
     "RULES",
     "GraphFacts",
     "axis_strategies",
     "batch_axis",
     "has_rule",
+    "is_extended",
     "piece_hints",
     "register",
     "register_elementwise",

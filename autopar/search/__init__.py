@@ -6,6 +6,7 @@ from autopar.search.objective import check_objective, make_plan
 from autopar.search.pins import Pins, parse_pins
 from autopar.search.planner import Progress
 from autopar.search.setting import Setting
+from autopar.search.team import working
 
 __all__ = [
     "Pins",
@@ -16,4 +17,5 @@ __all__ = [
     "make_plan",
     "parse_pins",
     "split_classes",
+    "working",
 ]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import cast
 
 from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
-from autopar.search.bounds import Bounds, Sharpness
+from autopar.search.ahead import Ahead, Answer, Question
+from autopar.search.bounds import Bound, Bounds, Sharpness
 from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.infeasible import (
@@ -25,6 +26,7 @@ from autopar.search.infeasible import (
 from autopar.search.options import ClassOption, class_options
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
+from autopar.search.seen import TIE, Entry, Seen, first_question, next_entries, next_question
 from autopar.search.setting import Setting
 from autopar.search.sharding import Upkeep, sync_shares_s
 from autopar.search.stages import Staged, at_least, partition_problem, solve_stages
@@ -37,21 +39,10 @@ from autopar.search.state import (
 from solvers.backends import get_backend
 from solvers.partition import PartitionProblem, lower_bound
 from solvers.partition_relaxation import relaxed_bound
-from solvers.solution import Status, relative_gap
+from solvers.solution import Status
 
 Progress = Callable[[str, float | None], None]
 """(what is being done, fraction done or None)."""
-
-
-class _Entry(NamedTuple):
-    """A grid that waits for its turn. Entries compare by what the grid promises, and then by its
-    place among equals. It is bounded again, sharper, only when its turn comes."""
-
-    promise: float
-    place: tuple[int, int, tuple[int, ...], int]
-    bound: float
-    sharpness: Sharpness
-    grid: Grid
 
 
 PATIENCE = 48
@@ -61,8 +52,14 @@ Unlike a limit on time, it ends in the same place on any machine."""
 _HOPELESS = 4
 """Grids whose state alone does not fit that are solved to say by how much."""
 
-_TIE = 1e-9
 _MOST_FIXINGS = 8
+
+Problem = tuple[dict[int, tuple[ClassOption, ...]], PartitionProblem]
+"""The options of every class, and the partition problem that they make."""
+
+Problems = tuple[Problem, ...]
+Computed = tuple[float, float]
+Sharper = tuple[Bound, Sharpness, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,64 +82,6 @@ class Found:
 
 
 @dataclass
-class _Seen:
-    """What a search has solved so far; `left_s` bounds the `unsolved` grids for which there was no
-    time."""
-
-    total: int = 0
-    looked_at: int = 0
-    solved: list[Staged] = field(default_factory=list)
-    unfit: list[Staged] = field(default_factory=list)
-    best: Staged | None = None
-    unsolved: int = 0
-    in_vain: int = 0
-    timed_out: bool = False
-    close_enough: bool = False
-    left_s: float = inf
-    top: int = 0
-    ceiling_s: float = inf
-    _fastest: dict[object, float] = field(default_factory=dict)
-
-    @property
-    def limit_s(self) -> float:
-        """What a plan must take less than, to be better than the best, or to be among the `top`
-        that come after it, each by another technique."""
-        if len(self._fastest) <= self.top:
-            return self.ceiling_s
-        return min(self.ceiling_s, sorted(self._fastest.values())[self.top] * (1 - _TIE))
-
-    @property
-    def compares(self) -> bool:
-        """Whether there is a plan already that others must beat."""
-        return self.best is not None or self.ceiling_s < inf
-
-    def ends_search(self, queue: Sequence[_Entry], gap: float) -> bool:
-        """Whether the best is known to be within `gap` of all that is left."""
-        if self.best is None or not gap or len(self._fastest) <= self.top:
-            return False
-        left_s = min((entry.bound for entry in queue), default=inf)
-        objective = self.best.solution.objective
-        return relative_gap(objective, min(left_s, objective)) <= gap
-
-    def leave(self, queue: Sequence[_Entry]) -> None:
-        """Give up what is left, of which that counts which might have been better."""
-        left = [entry.bound for entry in queue if entry.bound < self.limit_s]
-        self.unsolved += len(left)
-        self.left_s = min(self.left_s, *left, inf)
-
-    def add(self, staged: Staged) -> None:
-        """Keep what was found of a grid."""
-        fits = staged.solution.status.has_solution
-        (self.solved if fits else self.unfit).append(staged)
-        if not fits:
-            return
-        objective, technique = staged.solution.objective, staged.grid.technique
-        if self.best is None or objective < self.best.solution.objective * (1 - _TIE):
-            self.best, self.in_vain = staged, 0
-        self._fastest[technique] = min(objective, self._fastest.get(technique, inf))
-
-
-@dataclass
 class Planner:
     """Searches the grids of one setting."""
 
@@ -151,12 +90,18 @@ class Planner:
     pricer: Pricer = field(init=False)
     shardings: ShardingProblems = field(init=False)
     bounds: Bounds = field(init=False)
+    ahead: Ahead = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
         self.shardings = ShardingProblems(self.pricer)
         self.bounds = Bounds(self.shardings)
+        self.ahead = Ahead(self.answer)
+
+    def answer(self, question: Question) -> Answer:
+        """The answer to a question, worked out here: the same whatever was asked before."""
+        return ANSWERS[question.what](self, question)
 
     def search(self) -> Found:
         """Best-first over all grids.
@@ -174,7 +119,9 @@ class Planner:
         deadline = time.monotonic() + time_limit_s
         candidates = grids(self.setting)
         self._check_pins(candidates)
-        seen = _Seen(total=len(candidates), top=self.setting.top or 0, ceiling_s=ceiling_s)
+        if self.setting.team is not None:
+            self.ahead.helpers = self.setting.team.helpers(self.setting, len(candidates))
+        seen = Seen(total=len(candidates), top=self.setting.top or 0, ceiling_s=ceiling_s)
         self._drain(self._heap(candidates), seen, deadline)
         if seen.best is None and ceiling_s < inf:
             return min([seen.left_s, ceiling_s, *map(self._left_s, seen.unfit)])
@@ -182,7 +129,7 @@ class Planner:
             raise NothingFits(explain_infeasible(self.pricer, seen.unfit))
         return self._found(seen)
 
-    def _drain(self, queue: list[_Entry], seen: _Seen, deadline: float) -> None:
+    def _drain(self, queue: list[Entry], seen: Seen, deadline: float) -> None:
         """Look at grids, those first that promise most, until none left can be better."""
         while queue:
             entry = heapq.heappop(queue)
@@ -200,9 +147,11 @@ class Planner:
             if entry.sharpness < Sharpness.SCHEDULED and bound < inf:
                 # With a sharper bound the grid may stand further back.
                 heapq.heappush(queue, self._sharper(entry))
+                self._look_ahead(queue, seen)
                 continue
             seen.looked_at += 1
             best, solved = seen.best, False
+            self._look_ahead(queue, seen)
             for staged in self._solve(grid, seen):
                 seen.add(staged)
                 solved = True
@@ -212,7 +161,7 @@ class Planner:
                 seen.leave(queue)
                 return
 
-    def _found(self, seen: _Seen) -> Found:
+    def _found(self, seen: Seen) -> Found:
         """The best of what was seen, proven by an engine, and what bounds everything else."""
         self.progress("proving the stages", None)
         best = seen.best
@@ -223,7 +172,7 @@ class Planner:
         others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not best]
         left_s = min([seen.left_s, *map(self._left_s, others)])
         optimal = chosen.solution.status is Status.OPTIMAL
-        optimal = optimal and left_s >= chosen.solution.objective * (1 - _TIE)
+        optimal = optimal and left_s >= chosen.solution.objective * (1 - TIE)
         return Found(
             best=chosen,
             solved=tuple(seen.solved),
@@ -241,7 +190,8 @@ class Planner:
         """What a grid whose solver ran out of time may still be found to take; inf if proven."""
         if staged.solution.status not in (Status.FEASIBLE, Status.TIME_LIMIT):
             return inf
-        bound = max(staged.solution.bound, self.bounds.sharded(staged.grid))
+        sharded_s = cast(float, self.ahead.get(Question("sharded", staged.grid)))
+        bound = max(staged.solution.bound, sharded_s)
         if staged.problem.shares_ranks:  # with more in flight than every plan needs
             return bound
         return max(bound, lower_bound(staged.problem))
@@ -255,25 +205,29 @@ class Planner:
         if message is not None:
             raise InfeasiblePlan(message)
 
-    def _heap(self, candidates: Sequence[Grid]) -> list[_Entry]:
+    def _heap(self, candidates: Sequence[Grid]) -> list[Entry]:
         """A heap of grids by what they promise; of equals, simpler ones come first."""
-        queue: list[_Entry] = []
+        queue: list[Entry] = []
+        self.ahead.expect(map(first_question, candidates))
         for position, grid in enumerate(candidates):
             self.progress("bounding grids", position / len(candidates))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            bound = self.bounds.computed(grid)
-            promise = bound + self.bounds.upkeep_s(grid, bound)
-            queue.append(_Entry(promise, place, bound, Sharpness.COMPUTE, grid))
+            bound, upkeep_s = cast(Computed, self.ahead.get(first_question(grid)))
+            queue.append(Entry(bound + upkeep_s, place, bound, Sharpness.COMPUTE, grid))
         heapq.heapify(queue)
         return queue
 
-    def _sharper(self, entry: _Entry) -> _Entry:
-        sharper, sharpness = self.bounds.sharper(entry.grid, entry.sharpness)
-        bound, plain = max(sharper.step_s, entry.bound), sharper.plain_s
-        promise = max(bound, plain + self.bounds.upkeep_s(entry.grid, plain))
+    def _sharper(self, entry: Entry) -> Entry:
+        sharper, sharpness, upkeep_s = cast(Sharper, self.ahead.get(next_question(entry)))
+        bound = max(sharper.step_s, entry.bound)
+        promise = max(bound, sharper.plain_s + upkeep_s)
         return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
 
-    def _solve(self, grid: Grid, seen: _Seen) -> Iterator[Staged]:
+    def _look_ahead(self, queue: Sequence[Entry], seen: Seen) -> None:
+        if self.ahead.idle:
+            self.ahead.expect(map(next_question, next_entries(queue, seen)))
+
+    def _solve(self, grid: Grid, seen: Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
 
         Those that provably do not beat the best of all that was `seen` are left out. Where stages
@@ -296,10 +250,12 @@ class Planner:
             fits = staged.solution.status.has_solution
             yield staged
 
-    def problems(
-        self, grid: Grid
-    ) -> Iterator[tuple[dict[int, tuple[ClassOption, ...]], PartitionProblem]]:
+    def problems(self, grid: Grid) -> Problems:
         """The problem for every way to lay parameters that several blocks share."""
+        return cast(Problems, self.ahead.get(Question("problems", grid)))
+
+    def made_problems(self, grid: Grid) -> Iterator[Problem]:
+        """The same, made here."""
         for fixed, shared in product(self._fixings(grid), self._shared_zeros(grid)):
             options = {
                 c.index: self._class_options(grid, c.index, fixed, shared)
@@ -371,3 +327,24 @@ class Planner:
         solved = problem.solve(Upkeep(sync_s=sync_s))
         name = self.setting.sources[ref.name].fqn
         return [] if solved is None else [x for fqn, x in solved.parameters if fqn == name]
+
+
+def _computed(planner: Planner, question: Question) -> Computed:
+    """The cheapest bound of a grid, and about what its parameters take beside."""
+    bound = planner.bounds.computed(question.grid)
+    return bound, planner.bounds.upkeep_s(question.grid, bound)
+
+
+def _sharpened(planner: Planner, question: Question) -> Sharper:
+    """The next sharper bound, how sharp it is, and about what parameters take beside."""
+    bound, sharpness = planner.bounds.sharper(question.grid, Sharpness(question.more))
+    return bound, sharpness, planner.bounds.upkeep_s(question.grid, bound.plain_s)
+
+
+ANSWERS: dict[str, Callable[[Planner, Question], Answer]] = {
+    "computed": _computed,
+    "sharper": _sharpened,
+    "sharded": lambda planner, question: planner.bounds.sharded(question.grid),
+    "problems": lambda planner, question: tuple(planner.made_problems(question.grid)),
+}
+"""What a search asks about a grid."""

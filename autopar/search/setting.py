@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from autopar.costs.compute import Profile
 from autopar.costs.execution import Execution
@@ -21,6 +22,9 @@ from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
 
+if TYPE_CHECKING:
+    from autopar.search.team import Team
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(GraphFacts):
@@ -29,7 +33,7 @@ class Setting(GraphFacts):
     `objective` is what is least, see `search.objective`. `gap` ends the search once a plan is
     proven to be that close to the best, `top` has it go on until so many other techniques are
     solved too. With `all_devices` the plan uses each, in the given order. `execution` is what runs
-    the plan.
+    the plan, `team` helps with searches that are long.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Setting(GraphFacts):
     gap: float = 0.0
     top: int | None = None
     all_devices: bool = False
+    team: Team | None = field(default=None, compare=False, repr=False)
 
     def on(self, cluster: Cluster) -> Setting:
         """The same on another cluster, keeping what is worked out about the graph."""
