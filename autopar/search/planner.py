@@ -230,25 +230,17 @@ class Planner:
     def _solve(self, grid: Grid, seen: Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
 
-        Those that provably do not beat the best of all that was `seen` are left out. Where stages
-        share ranks, which takes long to solve, only the way with the least bound that fits is
-        solved; what the others could still take is remembered as left.
+        Those that provably do not beat the best of all that was `seen` are left out.
         """
         found = [
             (self._relaxed(problem, seen.limit_s), index, options, problem)
             for index, (options, problem) in enumerate(self.problems(grid))
         ]
-        fits = False
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
             if seen.compares and bound >= seen.limit_s:
                 return
-            if fits and problem.shares_ranks:
-                seen.left_s = min(seen.left_s, bound)
-                return
             staged = solve_stages(self.pricer, grid, options, problem, limit_s=seen.limit_s)
-            staged = at_least(staged, bound)
-            fits = staged.solution.status.has_solution
-            yield staged
+            yield at_least(staged, bound)
 
     def problems(self, grid: Grid) -> Problems:
         """The problem for every way to lay parameters that several blocks share."""
