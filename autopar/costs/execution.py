@@ -29,7 +29,8 @@ class Execution:
     where it may not keep ahead of the device. `step_bytes` are moved per parameter in passes of
     their own before the optimizer's. `attention` is how fast its fused attention is next to the
     device's best. `whole_outside`: modules by name outside which tensor ranks all run ops whole, if
-    any. `flat`: weights at ZeRO level 3 are gathered, and their gradients summed, in buckets.
+    any; `whole_loss`: each of them computes the loss, on logits gathered. `flat`: weights at ZeRO
+    level 3 are gathered, and their gradients summed, in buckets.
     At ZeRO level 3 a weight stays whole from its use to the next in a micro-batch where fewer than
     `reuse_parameters` are used in between.
     """
@@ -46,6 +47,7 @@ class Execution:
     step_bytes: int = 0
     attention: float = 1.0
     whole_outside: tuple[str, ...] = ()
+    whole_loss: bool = False
     flat: bool = False
     reuse_parameters: float = 0.0
 

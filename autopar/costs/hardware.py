@@ -339,7 +339,14 @@ _ROWS = (
         links=_V100_LINKS,
     ),
     HardwareRow(
-        device=_device("l40s", _MLE, memory_gib=48, memory_gb_s=860, tflops=_rates(362, 91.6, 733)),
+        device=_device(
+            "l40s",
+            f"{_MLE}; of its 48 GiB error correction takes some: github.com/QwenLM/Qwen3-VL/issues/"
+            "2097, 44.40 GiB in all",
+            memory_gib=44.4,
+            memory_gb_s=860,
+            tflops=_rates(362, 91.6, 733),
+        ),
         links=_PCIE4_LINKS,
     ),
     HardwareRow(

@@ -22,12 +22,13 @@ from autopar.runtime.context import DeferredGradient, StepContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Product:
-    """A function of (input, weight) and its two gradients, each of (gradient, the other factor).
+    """A function of (input, weight, bias or None) and its two gradients, each of (gradient, the
+    other factor).
 
     That of the weight must not need the weight, which may be gathered for as long as it is read.
     """
 
-    forward: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Tensor, Tensor], Tensor]
     weight_gradient: Callable[[Tensor, Tensor], Tensor]
 
@@ -41,13 +42,19 @@ _LINEAR = _Product(
     input_gradient=lambda grad, weight: grad @ weight,
     weight_gradient=lambda grad, x: _rows(grad).t() @ _rows(x),
 )
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
 _MATMUL = _Product(
-    forward=torch.matmul,
+    forward=_matmul,
     input_gradient=lambda grad, weight: grad @ weight.t(),
     weight_gradient=lambda grad, x: _rows(x).t() @ _rows(grad),
 )
 _BMM = _Product(
-    forward=torch.bmm,
+    forward=lambda x, weight, bias: torch.bmm(x, weight),
     input_gradient=lambda grad, weight: grad @ weight.transpose(1, 2),
     weight_gradient=lambda grad, x: x.transpose(1, 2) @ grad,
 )
@@ -70,11 +77,9 @@ class _Split(torch.autograd.Function):
         ctx.product, ctx.deferred = product, deferred
         ctx.weight_edge = get_gradient_edge(weight) if weight.requires_grad else None
         ctx.bias_edge = None
-        out = product.forward(x, weight)
-        if bias is not None:
-            out = out.add_(bias)
-            ctx.bias_edge = get_gradient_edge(bias) if bias.requires_grad else None
-        return out
+        if bias is not None and bias.requires_grad:
+            ctx.bias_edge = get_gradient_edge(bias)
+        return product.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -93,7 +93,8 @@ def memory_over(
     """What a rank that holds `stages` holds while it runs the computing ones of its actions.
 
     `saved_bytes` are there from the start, and so may `gradients` be. The buffer of a receive lives
-    until the action that needs it, that of a send until it is known to have `arrived`.
+    until the action that needs it, that of a send until it is known to have `arrived`. What a stage
+    leaves to a neighbour on the same rank is held like a receive.
     """
     actions, buffers = tuple(actions), dict[Action, float]()
     last = {a.stage: a for a in actions if a.kind is _K.BACKWARD}
@@ -116,7 +117,10 @@ def memory_over(
         saved += left - frees
         if action.kind in _MAKES_GRADIENTS:
             made[action.stage] = stage.gradient_bytes
-        yield Held(action, begun - frees + own, fixed + sum(made.values()) + saved + waiting)
+        if (passed := _passes(action)) is not None and passed.stage in stages:
+            buffers[passed] = stages[passed.stage].message_bytes(passed)
+        after = fixed + sum(made.values()) + saved + sum(buffers.values())
+        yield Held(action, begun - frees + own, after)
 
 
 def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, float, float]:
@@ -135,6 +139,15 @@ def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, 
 def _needs(action: Action) -> Action:
     kind = _K.RECV_FORWARD if action.kind is _K.FORWARD else _K.RECV_BACKWARD
     return Action(kind, action.stage, action.micro_batch)
+
+
+def _passes(action: Action) -> Action | None:
+    """How the stage behind an action would receive what it makes."""
+    if action.kind is _K.FORWARD:
+        return Action(_K.RECV_FORWARD, action.stage + 1, action.micro_batch)
+    if action.kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
+        return Action(_K.RECV_BACKWARD, action.stage - 1, action.micro_batch)
+    return None
 
 
 _MAKES_GRADIENTS = frozenset((_K.BACKWARD, _K.BACKWARD_WEIGHT))

@@ -15,7 +15,8 @@ class BlockCost:
     Seconds are per micro-batch, those of `compute` without any collective. Bytes are per rank.
     `ways` are what it may keep and what it then runs again, the fastest first. `weight_s` is the
     part of `backward_s` that computes weight gradients, `deferred_bytes` what is held until then
-    for each micro-batch, where a schedule splits the backward. `unmeasured` are ops that a profile
+    for each micro-batch, and `apart_s` what the backward then takes more, where a schedule splits
+    it. `unmeasured` are ops that a profile
     has no time of. What the block's parameters cost besides is in `search.state`.
     """
 
@@ -29,4 +30,5 @@ class BlockCost:
     interpolated_ops: int = 0
     unmeasured: frozenset[LocalOp] = frozenset()
     weight_s: float = 0.0
+    apart_s: float = 0.0
     deferred_bytes: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from autopar.costs.local_op import op_name
+from autopar.costs.transient import LOSSES
 from autopar.ir.graph import OpNode
 from autopar.ir.mesh import CONTEXT, SHARD, TENSOR, MeshAxis
 from autopar.ir.placement import Shard
@@ -42,8 +44,10 @@ def _with_expert_pin(
 
 
 def _runs_whole(setting: Setting, node: OpNode) -> bool:
-    """Whether what runs the plan splits no value of `node` over tensor ranks; the root module,
-    with the loss, is free."""
+    """Whether what runs the plan splits no value of `node` over tensor ranks; the root module is
+    free but for the loss."""
+    if op_name(node.target) in LOSSES:
+        return setting.execution.whole_loss
     outside, path = setting.execution.whole_outside, node.module_path
     return bool(outside and path) and set(outside).isdisjoint(path.split("."))
 

@@ -133,7 +133,7 @@ class ClassOption:
         saved = self.saved_bytes
         static, transient = self._held(pipe)
         if pipe is not None and pipe.splits_backward:
-            saved = max(saved, self.cost.deferred_bytes)
+            work_s, saved = work_s + self.cost.apart_s, max(saved, self.cost.deferred_bytes)
         if pipe is not None and not pipe.flushes:
             saved, work_s, update_s = saved + self.weight_bytes, work_s + update_s, 0.0
         return BlockOption(

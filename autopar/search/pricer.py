@@ -385,6 +385,7 @@ class Pricer:
             interpolated_ops=sources[TimeSource.INTERPOLATED],
             unmeasured=frozenset(unmeasured),
             weight_s=apart.seconds,
+            apart_s=apart.apart_s,
             deferred_bytes=apart.held_bytes,
         )
         return passes, flow, again

@@ -32,6 +32,15 @@ class WeightPart:
         self._inputs: dict[tuple[Ref, Layout], int] = {}
 
     @property
+    def apart_s(self) -> float:
+        """What the backward takes more in two parts than in one, in which a product finds its input
+        and its gradient in the core's cache: the gradient is written to memory, and both are read
+        from there. On accelerators they come from memory either way."""
+        if self.device.kind != "cpu":
+            return 0.0
+        return (self.held_bytes + self.gradient_bytes) / self.device.memory_bandwidth_bytes_s
+
+    @property
     def held_bytes(self) -> int:
         """Bytes per micro-batch between the input and the weight part."""
         return self.gradient_bytes + sum(self._inputs.values())

@@ -66,22 +66,29 @@ def stage_seconds(
     Parameters whose source is `elsewhere` are updated with another stage of the rank.
     """
     overlap = Overlap(beside=options[0].overlaps, hidden=options[0].hidden)
-    costs = list(_updates(pricer, grid, blocks, options, elsewhere))
+    costs, splits = (
+        list(_updates(pricer, grid, blocks, options, elsewhere)),
+        grid.pipe.splits_backward,
+    )
     early_s = [0.0] * len(blocks)
-    if grid.pipe.flushes and not grid.pipe.splits_backward:
+    if grid.pipe.flushes and not splits:
         early_s = _early_s(len(blocks), costs)
     forward = forward_pass([_forward(option) for option in options], overlap)
-    backward = backward_pass([_backward(option) for option in options], overlap)
+    backward = backward_pass([_backward(option, splits=splits) for option in options], overlap)
     last = backward_pass(
-        [_backward(option, due_s) for option, due_s in zip(options, early_s, strict=True)], overlap
+        [
+            _backward(option, due_s, splits=splits)
+            for option, due_s in zip(options, early_s, strict=True)
+        ],
+        overlap,
     )
     sync_s = sum(cost.early_s + cost.late_s for _, cost in costs) - sum(early_s) + last.left_s
-    weight_s = sum(option.cost.weight_s + option.state.sum_s for option in options)
+    parts = (o.cost.weight_s + o.cost.apart_s + o.state.sum_s for o in options)
     return StageSeconds(
         time_s=(
             ("forward", forward.total_s),
             ("backward", backward.total_s),
-            *((("backward_weight", weight_s),) if grid.pipe.splits_backward else ()),
+            *((("backward_weight", sum(parts)),) if splits else ()),
             ("send_forward", sends_s[0]),
             ("send_backward", sends_s[1]),
             ("gradient_sync", sync_s),
@@ -148,10 +155,11 @@ def _forward(option: ClassOption) -> BlockWork:
     )
 
 
-def _backward(option: ClassOption, reduce_s: float = 0.0) -> BlockWork:
+def _backward(option: ClassOption, reduce_s: float = 0.0, *, splits: bool) -> BlockWork:
     cost, again = option.cost, option.again
-    compute_s = cost.backward_compute_s + again.compute_s + option.state.sum_s
-    own_s = cost.backward_s + again.time_s + option.state.sum_s
+    more_s = option.state.sum_s + (cost.apart_s if splits else 0.0)
+    compute_s = cost.backward_compute_s + again.compute_s + more_s
+    own_s = cost.backward_s + again.time_s + more_s
     return BlockWork(
         compute_s=compute_s,
         collectives_s=max(0.0, own_s - compute_s),

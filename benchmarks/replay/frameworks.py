@@ -152,9 +152,10 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         Framework(
             fused_norm=False,
             fused_rotary=False,
-            execution=Execution(flat=True, **_EAGER),
+            execution=Execution(flat=True, whole_loss=True, **_EAGER),
             zero=1,
-            why="Hagemann et al. 2023: kernels as stated, others unfused; ZeRO-1",
+            why="Hagemann et al. 2023: kernels as stated, others unfused; ZeRO-1; the head gathers "
+            "its logits and the loss is PyTorch's (scaling, lm_head.py, losses/cross_entropy.py)",
         ),
     ),
     (

@@ -282,3 +282,8 @@ def test_how_many_stages_a_rank_has_must_be_published_where_recipes_choose_it():
     assert ("chunks", "2") in job(row).pins
     with pytest.raises(Unpriced, match="stages of a rank"):
         job({key: value for key, value in row.items() if key != "vpp"})
+
+
+def test_a_loss_on_gathered_logits_is_priced_where_the_framework_has_it():
+    assert job({**LLAMA, "framework": "AA-Scaling (DeepSpeed/Megatron-like)"}).execution.whole_loss
+    assert not job(LLAMA).execution.whole_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.schedules.action import Action, ActionKind
 from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import StageMemory, memory_over, peak_bytes, update_bytes
 from autopar.schedules.lower import insert_communication
@@ -82,3 +83,21 @@ def test_the_walk_of_a_plain_stage():
     stage = StageMemory.alike(static_bytes=5, saved_bytes=3, working_bytes=2)
     found = walk(build_schedule("1f1b", 1, 1), {0: stage})
     assert found == [("0F0", 10, 8), ("0B0", 10, 5)]
+
+
+def test_what_a_neighbour_on_the_rank_takes_is_held_until_it_does():
+    stages = {
+        0: StageMemory(static_bytes=0, saved_bytes=10, send_bytes=4),
+        1: StageMemory(static_bytes=0, saved_bytes=20, receive_bytes=3),
+    }
+    row = [
+        Action(kind, stage, 0)
+        for kind, stage in (
+            (ActionKind.FORWARD, 0),
+            (ActionKind.FORWARD, 1),
+            (ActionKind.BACKWARD, 1),
+            (ActionKind.BACKWARD, 0),
+        )
+    ]
+    found = [held.after_bytes for held in memory_over(row, stages)]
+    assert found == [10 + 3, 10 + 20, 10 + 4, 0]

@@ -63,14 +63,14 @@ def captured():
         return capture(Stack(), {key: torch.randn(4, 64) for key in "xy"}).graph
 
 
-def planned(**pins):
+def planned(cluster="local:4", **pins):
     """A plan with these pins, whose price is not asked for."""
     graph = captured()
     setting = Setting(
         name="stack",
         graph=graph,
         chain=find_blocks(graph, min_blocks=8),
-        cluster=parse_cluster("local:4"),
+        cluster=parse_cluster(cluster),
         global_batch=32,
         training=Training(precision=PRECISIONS["fp32"]),
         pins=parse_pins([(key, str(value)) for key, value in pins.items()], SCHEDULES),
@@ -235,6 +235,20 @@ def test_a_split_backward_defers_what_the_products_need():
         due, rest = divmod(held["weight_gradients_due"], layers * layer_bytes)
         assert rest == 0 and due + held_at_peak(schedule, saved)[stage.index] >= 1
     assert any(dict(stage.memory_bytes)["weight_gradients_due"] for stage in plan.stages)
+
+
+@pytest.mark.parametrize(("cluster", "layer_values"), [("local:4", 3), ("4:h100-sxm", 0)])
+def test_a_backward_in_two_parts_reads_from_memory_what_a_cache_would_keep(cluster, layer_values):
+    """Per layer the gradient of the output is written, and read with the input."""
+    pins = {"pipeline": 4, "data": 1, "tensor": 1, "micro_batches": 8}
+    whole, parts = (planned(cluster, schedule=name, **pins) for name in ("1f1b", "zb-h1"))
+    more_s = sum(
+        dict(parts_of.time_s)["backward"] - dict(stage.time_s)["backward"]
+        for parts_of, stage in zip(parts.stages, whole.stages, strict=True)
+    )
+    device = parse_cluster(cluster).groups[0].device
+    layer_s = layer_values * 4 * 64 * 4 / device.memory_bandwidth_bytes_s
+    assert more_s == pytest.approx(8 * layer_s, abs=1e-12)
 
 
 def test_less_bubble_is_found_where_micro_batches_are_few():
