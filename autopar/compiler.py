@@ -260,7 +260,8 @@ def _least_blocks(pins: Pins) -> int:
     chunks = pins.chunks or 1
     if pins.schedule is not None and SCHEDULES[pins.schedule].chunks == "two":
         chunks = 2
-    return max((pins.pipeline or 1) * chunks, len(pins.boundaries) + 1)
+    ranks = max([pins.pipeline or 1, *(place + 1 for place, _, _ in pins.stages)])
+    return max(ranks * chunks, len(pins.boundaries) + 1)
 
 
 def with_collectives(planned: Planned) -> Planned:

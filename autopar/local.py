@@ -174,7 +174,8 @@ def planned_collectives(planned: Planned, rank: int) -> tuple[Collective, ...]:
     for stage in plan.stages:
         if rank in stage.ranks:
             place = plan.place(stage, rank)
-            counts = micro_batch_counts(plan, at=place[: batch_count(plan.axis_names)])
+            split = place[: batch_count(plan.axis_names)]
+            counts = micro_batch_counts(plan.on(stage), at=split)
             found += stage_collectives(planned.view, stage, counts, place)
     return totals(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -14,6 +14,7 @@ from autopar.costs.strides import StorageMap, trace_storage
 from autopar.errors import PlanMismatch
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.graph import OpNode, Ref, SourceKind
+from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout, Placement, R
 from autopar.ir.strategy import AxisStrategy
 from autopar.plan.flow import (
@@ -39,9 +40,28 @@ class ModelView(GraphFacts):
     chain: BlockChain
     plan: Plan
 
+    def at(self, stage: StagePlan) -> ModelView:
+        """The model on the mesh of a stage, as everything that is emitted for that one sees it."""
+        mesh = self.plan.mesh(stage)
+        if mesh == self.plan.axes:
+            return self
+        if mesh not in self._views:
+            self._views[mesh] = replace(self, plan=self.plan.on(stage))
+        return self._views[mesh]
+
+    def running(self, variant: Variant) -> ModelView:
+        """The model on the mesh of the stages that run a variant."""
+        runs = (s for s in self.plan.stages if any(b.variant == variant.name for b in s.blocks))
+        stage = next(runs, None)
+        return self if stage is None else self.at(stage)
+
+    @cached_property
+    def _views(self) -> dict[tuple[MeshAxis, ...], ModelView]:
+        return {}
+
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh axes of every stage."""
+        """The mesh axes of the stages that are looked at."""
         axes = self.plan.axes
         return Mesh(axes=tuple(a.name for a in axes), sizes=tuple(a.size for a in axes))
 
@@ -58,8 +78,11 @@ class ModelView(GraphFacts):
 
     @cached_property
     def parameter_plans(self) -> Mapping[str, ParameterPlan]:
-        """What the plan says of every parameter and buffer, by source name."""
-        by_fqn = {p.fqn: p for stage in self.plan.stages for p in stage.parameters}
+        """What the plan says of every parameter and buffer, by source name: on this mesh, where
+        some of its stages have it."""
+        plan = self.plan
+        stages = sorted(plan.stages, key=lambda stage: plan.mesh(stage) == plan.axes)
+        by_fqn = {p.fqn: p for stage in stages for p in stage.parameters}
         return {s.name: by_fqn[s.fqn] for s in self.graph.sources if s.fqn in by_fqn}
 
     def gathers(self, block: Block) -> dict[Ref, ZeroShard]:

@@ -23,6 +23,7 @@ from autopar.codegen.state import check_state
 from autopar.errors import InputError
 from autopar.ir.graph import Ref, SourceKind
 from autopar.ir.placement import Layout
+from autopar.plan.pipeline import mesh_text
 from autopar.plan.serialize import to_json
 
 
@@ -55,7 +56,7 @@ def index_source(view: ModelView, fixed_entries: Mapping[str, object]) -> str:
     outputs = "".join(f"    {_output(view, ref)},\n" for ref in view.graph.outputs)
     return (
         f'"""Program for {view.plan.model.name}: {count} stages, '
-        f"mesh {' x '.join(f'{a} {s}' for a, s in _mesh(view))}, schedule {view.plan.schedule}."
+        f"mesh {mesh_text(view.plan)}, schedule {view.plan.schedule}."
         '"""\n\n'
         "from autopar.runtime.program import InputSpec, OutputSpec\n"
         "from autopar.runtime.program import Partial, Replicate, Shard, Size\n"
@@ -79,10 +80,6 @@ def _literal(fixed_entries: Mapping[str, object]) -> str:
                 "numbers, texts, and tuples, lists and dicts of them: set it on the model instead"
             ) from None
     return repr(dict(fixed_entries))
-
-
-def _mesh(view: ModelView) -> list[tuple[str, int]]:
-    return list(zip(view.mesh.axes, view.mesh.sizes, strict=True))
 
 
 def _shape(view: ModelView, ref: Ref) -> str:

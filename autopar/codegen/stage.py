@@ -57,6 +57,7 @@ def dotted_prefix(names: Sequence[str]) -> str:
 
 def variant_source(view: ModelView, variant: Variant) -> str:
     """The source file of a variant."""
+    view = view.running(variant)
     block, flow = view.variant_flow(variant)
     members = view.chain.classes[variant.class_index].members
     users = [b for stage in view.plan.stages for b in stage.blocks if b.variant == variant.name]
@@ -127,10 +128,14 @@ def boundary_text(view: ModelView, refs: Sequence[Ref]) -> str:
 
 
 def _boundary_layout(view: ModelView, ref: Ref) -> str:
-    """The axes other than those of the samples that split a value, as an argument."""
+    """The axes other than those of the samples that split a value, on some stage, as an
+    argument."""
+    plan = view.plan
+    meshes = zip(*map(plan.mesh, plan.stages), strict=True)
+    widest = (max(axes, key=lambda axis: axis.size) for axes in meshes)
     split = [
         f'("{axis.name}", {placement!r})'
-        for axis, placement in zip(view.plan.axes, view.shared[ref], strict=True)
+        for axis, placement in zip(widest, view.shared[ref], strict=True)
         if isinstance(placement, Shard) and not axis.splits_samples and axis.size > 1
     ]
     return f", layout=({', '.join(split)},)" if split else ""
@@ -140,7 +145,7 @@ class StagePrinter:
     """Prints the forward function of one stage."""
 
     def __init__(self, view: ModelView, stage: StagePlan) -> None:
-        self.view, self.stage = view, stage
+        self.view, self.stage = view.at(stage), stage
         self.blocks = [view.chain.blocks[b.index] for b in stage.blocks]
         self.variants = {variant.name: variant for variant in view.plan.variants}
 

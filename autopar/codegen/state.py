@@ -30,10 +30,11 @@ def check_state(view: ModelView) -> None:
                 "one of their own; expected one: pin boundary or fewer stages"
             )
     for variant in view.plan.variants:
-        for move in view.variant_flow(variant)[1].moves():
-            if move.value in view.updated and view.mesh.sizes[move.axis] > 1:
+        own = view.running(variant)
+        for move in own.variant_flow(variant)[1].moves():
+            if move.value in view.updated and own.mesh.sizes[move.axis] > 1:
                 raise PlanMismatch(
                     f"buffer {view.sources[move.value.name].fqn} is updated where it lies, "
-                    f"as {move.after[move.axis]} on {view.mesh.axes[move.axis]}; the plan has it "
+                    f"as {move.after[move.axis]} on {own.mesh.axes[move.axis]}; the plan has it "
                     f"as {move.before[move.axis]}"
                 )

@@ -22,6 +22,7 @@ from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
+from autopar.plan.handover import numel, sent_by
 from autopar.plan.pipeline import schedule_flushes
 from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan, Variant
 from autopar.plan.zero import stored_layout, zero_shard
@@ -57,6 +58,7 @@ def stage_collectives(
     is its place on the mesh axes, by default the first; `counts` are its samples of each
     micro-batch, by default those of the plan's global batch.
     """
+    view = view.at(stage)
     # Samples are counted per rank: on the axes that split them any place holds an even share.
     split = batch_count(view.mesh.axes)
     at = at or (0,) * len(view.mesh.sizes)
@@ -64,16 +66,21 @@ def stage_collectives(
     found: Counter[Collective] = Counter()
     counts = micro_batch_counts(view.plan) if counts is None else tuple(counts)
     # A rank without samples of a micro-batch that others have moves what weights need all the same.
-    run = [own for own, most in zip(counts, micro_batch_counts(view.plan), strict=True) if most]
+    training = view.plan.training
+    wholes = chunk_sizes(training.global_batch, training.micro_batches)
+    run = [(own, whole) for own, whole in zip(counts, wholes, strict=True) if whole]
     updates = 1 if schedule_flushes(view.plan) else len(run)
     found.update(dict.fromkeys(_setup(view, stage), updates))
-    for samples, times in Counter(run).items():
-        for item in _micro_batch(view, stage, samples, place):
+    for (samples, whole), times in Counter(run).items():
+        for item in (
+            *_micro_batch(view, stage, samples, place),
+            *_sends(view, stage, whole, at),
+        ):
             if item.nbytes:
                 found[item] += times
     for item in _sync(view, stage, at):
         found[item] += updates
-    if _home(view, stage)[0] is stage:
+    if _home(view, stage)[0].index == stage.index:
         found[_collective(CollectiveOp.ALL_REDUCE, LOSS_BYTES, ("world",), "sync", "loss")] += 1
         if PRECISIONS[view.plan.training.precision].loss_scale:
             overflow = _collective(
@@ -115,7 +122,6 @@ def _micro_batch(
             yield item
             if step in again and item.phase == "forward":
                 yield replace(item, phase="recompute")
-    yield from _sends(view, stage, samples, at)
 
 
 def _moved(
@@ -205,23 +211,26 @@ def _home(view: ModelView, stage: StagePlan) -> list[StagePlan]:
 def _sends(
     view: ModelView, stage: StagePlan, samples: int, at: tuple[int, ...]
 ) -> Iterator[Collective]:
-    """Messages to the neighbours: values to the next stage, gradients to the one before."""
+    """Messages to the neighbours: values to the next stage, gradients to the one before.
+
+    `samples` are those of the whole micro-batch.
+    """
     first, last = stage.blocks[0].index, stage.blocks[-1].index
-    boundaries = view.chain.boundaries
-    whole_batch = samples * batch_size(view.mesh.axes, view.mesh.sizes)
+    boundaries, plan = view.chain.boundaries, view.plan
 
-    def message(ref: Ref, phase: str) -> Collective:
-        shape = _local(view, view.specs[ref], view.shared[ref], whole_batch, at)
-        nbytes = prod(shape) * DTYPE_BYTES[view.specs[ref].dtype]
-        return _collective(CollectiveOp.SEND_RECV, nbytes, ("pipeline",), phase, str(ref))
+    def messages(ref: Ref, other: StagePlan, phase: str) -> Iterator[Collective]:
+        spec = view.specs[ref]
+        for box in sent_by(at, spec.shape, samples, view.shared[ref], plan.axes, plan.mesh(other)):
+            nbytes = numel(box) * DTYPE_BYTES[spec.dtype]
+            yield _collective(CollectiveOp.SEND_RECV, nbytes, ("pipeline",), phase, str(ref))
 
-    stages = view.plan.stages
-    if last < len(boundaries) and stages[stage.index + 1].ranks != stage.ranks:
-        yield from (message(ref, "forward") for ref in boundaries[last])
-    if first and stages[stage.index - 1].ranks != stage.ranks:
-        yield from (
-            message(ref, "backward") for ref in boundaries[first - 1] if ref in view.differentiable
-        )
+    if last < len(boundaries) and plan.stages[stage.index + 1].ranks != stage.ranks:
+        for ref in boundaries[last]:
+            yield from messages(ref, plan.stages[stage.index + 1], "forward")
+    if first and plan.stages[stage.index - 1].ranks != stage.ranks:
+        for ref in boundaries[first - 1]:
+            if ref in view.differentiable:
+                yield from messages(ref, plan.stages[stage.index - 1], "backward")
 
 
 def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:

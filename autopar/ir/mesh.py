@@ -14,10 +14,13 @@ where they have more than one rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 DATA, SHARD, CONTEXT, TENSOR = "data", "shard", "context", "tensor"
+
+AXES = (DATA, SHARD, CONTEXT, TENSOR)
+"""All axes, outermost first."""
 
 BATCH_AXES = (DATA, SHARD)
 """Axes that split the samples."""
@@ -60,6 +63,22 @@ def stage_mesh(
         MeshAxis(name=TENSOR, size=tensor, sequence=sequence),
     )
     return tuple(axis for axis in axes if axis.size > 1 or axis.name in (DATA, TENSOR))
+
+
+def sized(axes: Sequence[MeshAxis], sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """The same axes with other sizes; as they are where none are given."""
+    if not sizes:
+        return tuple(axes)
+    return tuple(replace(axis, size=size) for axis, size in zip(axes, sizes, strict=True))
+
+
+def place_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank stands on axes of these sizes, by its position in the mesh."""
+    place = []
+    for size in reversed(sizes):
+        position, at = divmod(position, size)
+        place.append(at)
+    return tuple(reversed(place))
 
 
 def batch_size(axes: Sequence[str], sizes: Sequence[int]) -> int:

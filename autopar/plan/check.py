@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from autopar.errors import PlanMismatch
 from autopar.ir.collective import Collective
+from autopar.ir.mesh import CONTEXT
 from autopar.ir.placement import Layout, Partial, Shard
 from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
 from autopar.plan.plan import NOT_AT_ONCE, ParameterPlan, Plan, Recompute, StagePlan, Variant
@@ -129,11 +130,14 @@ def _stages(plan: Plan) -> Problems:
 
 
 def _ranks(plan: Plan) -> Problems:
-    mesh = prod(axis.size for axis in plan.axes)
-    shape = " x ".join(f"{axis.name} {axis.size}" for axis in plan.axes) or "no axes"
     owner: dict[int, StagePlan] = {}
     first: dict[int, StagePlan] = {}
     for stage, place in zip(plan.stages, _placement(plan), strict=True):
+        if stage.sizes and len(stage.sizes) != len(plan.axes):
+            continue  # told of as a mesh
+        axes = plan.mesh(stage)
+        mesh = prod(axis.size for axis in axes)
+        shape = " x ".join(f"{axis.name} {axis.size}" for axis in axes) or "no axes"
         if len(stage.ranks) != mesh:
             yield f"stage {stage.index}: expected {mesh} ranks ({shape}), found {len(stage.ranks)}"
         together = first.setdefault(place, stage)
@@ -155,6 +159,40 @@ def _ranks(plan: Plan) -> Problems:
         yield f"rank {spans(outside)}: outside the cluster of {devices}"
 
 
+def _meshes(plan: Plan) -> Problems:
+    """Stages with sizes of their own: what may differ between them, and what may not."""
+    own = [stage for stage in plan.stages if stage.sizes]
+    wrong = [stage for stage in own if len(stage.sizes) != len(plan.axes)]
+    for stage in wrong:
+        found = f"found {len(stage.sizes)}"
+        yield f"stage {stage.index}: sizes: expected {len(plan.axes)}, one per mesh axis, {found}"
+    if wrong or not own:
+        return
+    for stage in own:
+        for axis, before in zip(plan.mesh(stage), plan.axes, strict=True):
+            if axis.size < 1:
+                yield f"stage {stage.index}: {axis.name}: expected at least 1, found {axis.size}"
+            if axis.name == CONTEXT and axis.size != before.size:
+                yield (
+                    f"stage {stage.index}: {axis.name} {axis.size}: expected {before.size}, as on "
+                    "the other stages: a sequence is not cut anew between stages; let their data "
+                    "and tensor degrees differ"
+                )
+    first: dict[tuple[int, ...], StagePlan] = {}
+    runs: dict[str, StagePlan] = {}
+    for stage in plan.stages:
+        together = first.setdefault(stage.ranks, stage)
+        if plan.mesh(stage) != plan.mesh(together):
+            yield f"stage {stage.index}: expected the mesh of stage {together.index}, of its ranks"
+        for block in stage.blocks:
+            other = runs.setdefault(block.variant, stage)
+            if plan.mesh(stage) != plan.mesh(other):
+                yield (
+                    f"block {block.index}: variant {block.variant} runs on stages {other.index} "
+                    f"and {stage.index}, whose meshes differ"
+                )
+
+
 def _placement(plan: Plan) -> tuple[int, ...]:
     """The pipeline rank of every stage; one each where the schedule does not say."""
     row, count = SCHEDULES.get(plan.schedule), len(plan.stages)
@@ -166,9 +204,10 @@ def _placement(plan: Plan) -> tuple[int, ...]:
 def _parameters(plan: Plan) -> Problems:
     shapes = {entry.fqn: tuple(map(str, entry.shape)) for entry in plan.model.parameters}
     shared = shared_parameters(plan)
-    first: dict[str, ParameterPlan] = {}
+    first: dict[tuple[str, tuple[int, ...]], ParameterPlan] = {}
     for stage in plan.stages:
         where = f"stage {stage.index}"
+        mesh = stage.sizes or tuple(axis.size for axis in plan.axes)
         for fqn, count in Counter(parameter.fqn for parameter in stage.parameters).items():
             if count > 1:
                 yield f"{where}: parameter {fqn}: expected once, found {count} times"
@@ -188,10 +227,11 @@ def _parameters(plan: Plan) -> Problems:
                 yield f"{where}: parameter {parameter.fqn}: {problem}"
             if parameter.zero > 1 and parameter.fqn in shared:
                 yield f"{where}: parameter {parameter.fqn}: zero {parameter.zero} on several stages"
-            if first.setdefault(parameter.fqn, parameter) != parameter:
+            if first.setdefault((parameter.fqn, mesh), parameter) != parameter:
                 yield f"{where}: parameter {parameter.fqn}: not as on an earlier stage"
+    placed = {fqn for fqn, _ in first}
     for fqn in shapes:
-        if fqn not in first:
+        if fqn not in placed:
             yield f"parameter {fqn}: on no stage"
 
 
@@ -318,6 +358,7 @@ def _memory(plan: Plan) -> Problems:
 CHECKS: tuple[Callable[[Plan], Problems], ...] = (
     _degrees,
     _stages,
+    _meshes,
     _ranks,
     _parameters,
     _variants,

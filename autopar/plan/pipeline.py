@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.mesh import MeshAxis
 from autopar.plan.plan import Plan, StagePlan
+from autopar.plan.text import spans
 from autopar.schedules.action import Schedule
 from autopar.schedules.registry import SCHEDULES, build_schedule
 
@@ -47,6 +49,28 @@ def rank_groups(stages: Sequence[StagePlan]) -> list[list[StagePlan]]:
 def ranks_peak_bytes(stages: Sequence[StagePlan]) -> float:
     """What a rank that runs these stages needs at its peak."""
     return sum(figure for stage in stages for _, figure in stage.memory_bytes)
+
+
+def own_meshes(plan: Plan) -> dict[tuple[MeshAxis, ...], list[StagePlan]]:
+    """The stages by their mesh; the plan's, where a stage has it, comes first."""
+    found: dict[tuple[MeshAxis, ...], list[StagePlan]] = {}
+    for stage in sorted(plan.stages, key=lambda stage: plan.mesh(stage) != plan.axes):
+        found.setdefault(plan.mesh(stage), []).append(stage)
+    return found
+
+
+def mesh_text(plan: Plan) -> str:
+    """`data 2 x tensor 2`, and where stages differ `data 4 x tensor 1 (stage 1: data ...)`."""
+    text = _axes_text(plan.axes)
+    for mesh, stages in own_meshes(plan).items():
+        if mesh != plan.axes:
+            which = f"stage{'s' * (len(stages) > 1)} {spans(stage.index for stage in stages)}"
+            text += f" ({which}: {_axes_text(mesh)})"
+    return text
+
+
+def _axes_text(axes: Sequence[MeshAxis]) -> str:
+    return " x ".join(f"{axis.name} {axis.size}" for axis in axes)
 
 
 def pipeline_text(plan: Plan) -> str:

@@ -6,13 +6,13 @@ model's graph (source, process groups, local shapes) is derived again when it is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
 from autopar.ir.cluster import Cluster
 from autopar.ir.collective import Collective
-from autopar.ir.mesh import BATCH_AXES, MeshAxis
+from autopar.ir.mesh import BATCH_AXES, MeshAxis, place_of, sized
 from autopar.ir.placement import Layout
 from autopar.ir.size import Shape
 
@@ -44,7 +44,8 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """The training setup a plan was made for. `micro_batch` is per data-parallel rank."""
+    """The training setup a plan was made for. `micro_batch` is per data-parallel rank of the plan's
+    axes."""
 
     global_batch: int
     precision: str
@@ -168,7 +169,8 @@ class StagePlan:
     it has once (a reserve, message buffers, the largest transient) stands on one of them. A term is
     the most there is of it, and `not_at_once`, below zero, takes off what is not there at the same
     time. `held_bytes` are the fields of `schedules.held.StageMemory`: what the stage holds around
-    each of its actions. `in_flight` is its own peak of micro-batches.
+    each of its actions. `in_flight` is its own peak of micro-batches. `sizes` are those of the mesh
+    axes on this stage, where they are not the plan's.
     """
 
     index: int
@@ -182,6 +184,7 @@ class StagePlan:
     collectives: tuple[Collective, ...]
     communication_s: Terms = ()
     held_bytes: Terms = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,8 +279,9 @@ class Plan:
     `pipeline * chunks` entries, on ranks as the schedule places them. `objective` is what the plan
     has the least of: `time` of a step, `memory` of the fullest rank, or `cost` of a sample.
 
-    `cluster` are the devices that the plan uses. Where these are not all that were asked for, or in
-    another order, `devices` has the number there of the device of every rank.
+    `axes` is the mesh of every stage that does not have sizes of its own. `cluster` are the devices
+    that the plan uses. Where these are not all that were asked for, or in another order, `devices`
+    has the number there of the device of every rank.
     """
 
     version: int = PLAN_VERSION
@@ -310,11 +314,22 @@ class Plan:
 
     def place(self, stage: StagePlan, rank: int) -> tuple[int, ...]:
         """Where a rank of a stage stands on every mesh axis."""
-        position, place = stage.ranks.index(rank), []
-        for axis in reversed(self.axes):
-            position, at = divmod(position, axis.size)
-            place.append(at)
-        return tuple(reversed(place))
+        return place_of(stage.ranks.index(rank), [axis.size for axis in self.mesh(stage)])
+
+    def mesh(self, stage: StagePlan) -> tuple[MeshAxis, ...]:
+        """The mesh axes of a stage."""
+        return sized(self.axes, stage.sizes)
+
+    def on(self, stage: StagePlan) -> Plan:
+        """The same plan told from a stage, whose mesh is the plan's; the others have sizes."""
+        mesh = self.mesh(stage)
+        if mesh == self.axes:
+            return self
+        stages = (
+            replace(other, sizes=tuple(axis.size for axis in self.mesh(other)))
+            for other in self.stages
+        )
+        return replace(self, axes=mesh, stages=tuple(stages))
 
     @property
     def batch_ranks(self) -> int:

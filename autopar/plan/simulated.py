@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import BATCH_AXES, MeshAxis
+from autopar.ir.mesh import BATCH_AXES, MeshAxis, sized
 from autopar.plan.pipeline import plan_schedule, rank_groups
 from autopar.plan.plan import RESERVED, Plan, StagePlan
 from autopar.plan.text import spans
@@ -50,8 +50,13 @@ def stage_loads(
     stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster
 ) -> tuple[StageLoad, ...]:
     """What every stage asks of its ranks."""
-    shares, tied = _shares_links(stages, axes, cluster), _tied_ranks(stages)
-    return tuple(_load(stage, shares, tied[stage.index]) for stage in stages)
+    tied = _tied_ranks(stages)
+    shares: dict[tuple[int, ...], bool] = {}
+    for stage in stages:
+        if stage.sizes not in shares:
+            own = sized(axes, stage.sizes)
+            shares[stage.sizes] = _shares_links(stage, stages, own, cluster)
+    return tuple(_load(stage, shares[stage.sizes], tied[stage.index]) for stage in stages)
 
 
 def _tied_ranks(stages: Sequence[StagePlan]) -> dict[int, tuple[int, ...]]:
@@ -103,10 +108,12 @@ def _memory(stage: StagePlan) -> StageMemory:
     return replace(found, static_bytes=found.static_bytes + reserve)
 
 
-def _shares_links(stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster) -> bool:
-    """Whether ranks that split the samples reach each other by the links of the messages between
-    stages."""
-    first = stages[0].ranks
+def _shares_links(
+    stage: StagePlan, stages: Sequence[StagePlan], axes: Sequence[MeshAxis], cluster: Cluster
+) -> bool:
+    """Whether ranks of a stage that split the samples reach each other by the links of the messages
+    between stages."""
+    first = stage.ranks
     other = next((stage.ranks for stage in stages if stage.ranks != first), None)
     if other is None:
         return False

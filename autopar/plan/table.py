@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import TENSOR, MeshAxis
-from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
+from autopar.plan.pipeline import mesh_text, rank_groups, ranks_peak_bytes
 from autopar.plan.placing import device_lines, stage_devices
 from autopar.plan.plan import (
     Candidate,
@@ -114,9 +114,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 def grid_text(plan: Plan) -> str:
     """`pipeline 2 x data 2 x tensor 2, 8 micro-batches of 2, schedule 1f1b`."""
     chunks = [("chunks", plan.chunks)] if plan.chunks > 1 else []
-    axes = ((axis.name, axis.size) for axis in plan.axes)
-    degrees = [("pipeline", plan.pipeline), *chunks, *axes]
-    shape = " x ".join(f"{name} {size}" for name, size in degrees)
+    degrees = [("pipeline", plan.pipeline), *chunks]
+    shape = " x ".join([*(f"{name} {size}" for name, size in degrees), mesh_text(plan)])
     training = plan.training
     batches = plural(training.micro_batches, "micro-batch")
     return f"{shape}, {batches} of {training.micro_batch}, schedule {plan.schedule}"

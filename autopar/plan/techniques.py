@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.collective import CollectiveOp
 from autopar.ir.mesh import BATCH_AXES, CONTEXT
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.plan.check import shared_parameters
 from autopar.plan.pipeline import pipeline_text
-from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, Recompute, Variant
-from autopar.plan.text import plural
+from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, Recompute, StagePlan, Variant
+from autopar.plan.text import plural, spans
 from autopar.plan.zero import zero_shard
 
 _MATMULS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "einsum"})
@@ -97,9 +97,10 @@ def _techniques(plan: Plan) -> Iterator[str]:
         yield f"pipeline parallelism over {pipeline_text(plan)}"
     elif training.micro_batches > 1:
         yield f"gradient accumulation over {training.micro_batches} micro-batches"
-    for index, axis in enumerate(plan.axes):
-        if axis.size > 1:
-            yield from _axis_techniques(plan, index)
+    for index in range(len(plan.axes)):
+        for own, where in _by_size(plan, index):
+            if own.axes[index].size > 1:
+                yield from (f"{line}{where}" for line in _axis_techniques(own, index))
     yield from _sharded_state(plan)
     yield from _recomputation(plan)
     for fqn, stages in shared_parameters(plan).items():
@@ -108,6 +109,24 @@ def _techniques(plan: Plan) -> Iterator[str]:
             yield (
                 f"{fqn} on stages {', '.join(map(str, stages))}, its gradients summed between them"
             )
+
+
+def _by_size(plan: Plan, index: int) -> list[tuple[Plan, str]]:
+    """The plan as it is on the stages that have as many ranks along an axis, and which those are;
+    on all, where they do not differ."""
+    found: dict[int, list[StagePlan]] = {}
+    for stage in plan.stages:
+        found.setdefault(plan.mesh(stage)[index].size, []).append(stage)
+    if len(found) == 1:
+        return [(plan, "")]
+    parts = []
+    for stages in found.values():
+        used = {block.variant for stage in stages for block in stage.blocks}
+        variants = tuple(variant for variant in plan.variants if variant.name in used)
+        own = replace(plan.on(stages[0]), stages=tuple(stages), variants=variants)
+        which = f"stage{'s' * (len(stages) > 1)} {spans(stage.index for stage in stages)}"
+        parts.append((own, f", on {which}"))
+    return parts
 
 
 def _recomputation(plan: Plan) -> Iterator[str]:
@@ -219,18 +238,20 @@ _ZERO = {
 def _sharded_state(plan: Plan) -> Iterator[str]:
     """ZeRO by level and axes; in how many blocks, where it is not all that have parameters."""
     names = [axis.name for axis in plan.axes]
-    blocks: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    blocks: Counter[tuple[int, tuple[str, ...], tuple[int, ...]]] = Counter()
     everywhere = {p.zero for s in plan.stages for p in s.parameters if p.trainable}
     for stage in plan.stages:
         over = {p.zero: found.axes for p in stage.parameters if (found := zero_shard(p, names))}
-        blocks.update((b.zero, over[b.zero]) for b in stage.blocks if b.zero in over)
+        sizes = tuple(axis.size for axis in plan.mesh(stage))
+        blocks.update((b.zero, over[b.zero], sizes) for b in stage.blocks if b.zero in over)
     whole = sum(len(stage.blocks) for stage in plan.stages)
-    for (level, axes), count in sorted(blocks.items()):
-        where = " x ".join(f"{name} {plan.axis(name)}" for name in axes)
+    for (level, axes, sizes), count in sorted(blocks.items()):
+        size_of = dict(zip(names, sizes, strict=True))
+        where = " x ".join(f"{name} {size_of[name]}" for name in axes)
         copies = [
-            f"{axis.name} {axis.size}"
-            for axis in plan.axes
-            if axis.name in BATCH_AXES and axis.name not in axes and axis.size > 1
+            f"{name} {size}"
+            for name, size in size_of.items()
+            if name in BATCH_AXES and name not in axes and size > 1
         ]
         text = f"{_ZERO[level]} over {where}"
         if copies:

@@ -143,9 +143,9 @@ class World:
         """The stages this process runs, in order."""
         return tuple(i for i, mesh in enumerate(self.meshes) if mesh.coordinate is not None)
 
-    def peer(self, stage: int, other: int) -> int:
-        """The rank of stage `other` at the position that this process has in `stage`."""
-        return self.meshes[other].ranks[self.meshes[stage].ranks.index(self.rank)]
+    def position(self, stage: int) -> int:
+        """Which of the ranks of a stage, one of its own, this process is."""
+        return self.meshes[stage].ranks.index(self.rank)
 
 
 class _Groups:
@@ -172,6 +172,7 @@ def create_world(
     axes: Sequence[tuple[str, int]],
     stages: Sequence[Sequence[int]],
     *,
+    stage_sizes: Sequence[Sequence[int]] = (),
     joins: Iterable[tuple[str, ...]] = (),
     ties: Iterable[tuple[int, ...]] = (),
     device: torch.device | str = "cpu",
@@ -179,15 +180,20 @@ def create_world(
     """Make all process groups of a run. Collective over all processes, with equal arguments.
 
     `axes` are `(name, size)` of every stage's mesh, outermost first; `stages` the ranks of each
-    stage. `joins` are sets of axes whose ranks must reach each other in one collective (a gradient
+    stage; `stage_sizes` its own sizes of the axes, none where they are those of `axes`. `joins` are
+    sets of axes whose ranks must reach each other in one collective (a gradient
     summed over two axes), `ties` sets of stages that own a tied parameter. Raises PlanMismatch
     where a stage's rank count is not the product of the axes or a rank does not exist.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    _check(axes, stages, size)
-    groups, recorder = _Groups(size), Recorder()
-    wide = _wide_joins(axes, joins)
-    meshes = tuple(_mesh(axes, tuple(ranks), rank, wide, groups, recorder) for ranks in stages)
+    own_sizes = stage_sizes or [()] * len(stages)
+    named = [_sized(axes, sizes) for sizes in own_sizes]
+    _check(named, stages, size)
+    groups, recorder, wanted = _Groups(size), Recorder(), list(joins)
+    meshes = tuple(
+        _mesh(own, tuple(ranks), rank, _wide_joins(own, wanted), groups, recorder)
+        for own, ranks in zip(named, stages, strict=True)
+    )
     channels = _channels([tuple(ranks) for ranks in stages])
     everyone = _group(("world",), tuple(range(size)), rank, groups, recorder)
     tied = _ties(stages, sorted(set(ties)), rank, groups, recorder)
@@ -220,12 +226,18 @@ def _channels(stages: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], dist.P
     return channels
 
 
+def _sized(axes: Sequence[tuple[str, int]], sizes: Sequence[int]) -> Sequence[tuple[str, int]]:
+    if not sizes:
+        return axes
+    return [(name, size) for (name, _), size in zip(axes, sizes, strict=True)]
+
+
 def _check(
-    axes: Sequence[tuple[str, int]], stages: Sequence[Sequence[int]], world_size: int
+    axes: Sequence[Sequence[tuple[str, int]]], stages: Sequence[Sequence[int]], world_size: int
 ) -> None:
-    expected = prod(size for _, size in axes)
-    shape = " x ".join(f"{name} {size}" for name, size in axes)
-    for stage, ranks in enumerate(stages):
+    for stage, (own, ranks) in enumerate(zip(axes, stages, strict=True)):
+        expected = prod(size for _, size in own)
+        shape = " x ".join(f"{name} {size}" for name, size in own)
         if len(ranks) != expected or len(set(ranks)) != expected:
             raise PlanMismatch(
                 f"stage {stage} has ranks {list(ranks)}; the mesh {shape} needs {expected} distinct"

@@ -15,10 +15,10 @@ from autopar.ir.placement import Layout, Partial
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import World
 from autopar.runtime.data import InputSpec, check_batch, micro_batch_spans, slice_batch
-from autopar.runtime.executor import Executor, StepData, forward_only, share_loss
+from autopar.runtime.executor import Executor, StepData, forward_only
 from autopar.runtime.gather import ShardedWeight
 from autopar.runtime.loss_scale import LossScale, scale_gradient
-from autopar.runtime.outputs import collect_outputs
+from autopar.runtime.outputs import collect_outputs, share_loss
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.program import Forward, OutputSpec, StageProgram, Tensors
 from autopar.runtime.stale import StaleExecutor, Update, WeightVersions

@@ -23,6 +23,7 @@ from autopar.runtime.axes import BACKWARD, FORWARD, World
 from autopar.runtime.channels import Arrived, Channels
 from autopar.runtime.context import DeferredGradient, StepContext
 from autopar.runtime.data import Span
+from autopar.runtime.handover import Awaited, Handovers
 from autopar.runtime.program import BoundarySpec, Named, StageProgram, Tensors
 from autopar.runtime.weight_gradients import compute_deferred
 from autopar.schedules.action import Action, ActionKind, Schedule
@@ -95,6 +96,7 @@ class Executor:
         self.last = len(world.meshes) - 1
         self.actions = _own_actions(schedule, world, tuple(sorted(self.stages)))
         self.arrived = _arrived(schedule, self.actions)
+        self.handovers = Handovers(world=world)
         self.split = frozenset(
             (a.stage, a.micro_batch) for a in self.actions if a.kind is _K.BACKWARD_WEIGHT
         )
@@ -174,6 +176,7 @@ class Run:
     def __init__(self, executor: Executor, data: StepData) -> None:
         self.executor, self.world, self.data = executor, executor.world, data
         self.channels = Channels(executor.world, executor.arrived)
+        self.handovers = executor.handovers
         self.result = StepResult()
         self.setup: dict[int, Named] = {}
         self.saved: dict[tuple[int, int], _Saved] = {}
@@ -383,19 +386,39 @@ class Run:
 
     def _send(self, action: Action, direction: str) -> None:
         values = self.ready.pop((action.stage, direction, action.micro_batch))
-        self.channels.send(action, direction, values)
+        specs, other = self._crossing(action.stage, direction, sending=True)
+        samples = self.span(action.micro_batch).of
+        parts = [self.handovers.outgoing(spec, action.stage, other, samples) for spec in specs]
+        self.channels.send(action, direction, values, parts)
 
     def _recv_forward(self, action: Action) -> None:
-        self._post(action, FORWARD, self.executor.stages[action.stage].receives)
+        self._post(action, FORWARD)
 
     def _recv_backward(self, action: Action) -> None:
-        sends = self.executor.stages[action.stage].sends
-        self._post(action, BACKWARD, [spec for spec in sends if spec.requires_grad])
+        self._post(action, BACKWARD)
 
-    def _post(self, action: Action, direction: str, specs: Sequence[BoundarySpec]) -> None:
-        mesh, batch = self.world.meshes[action.stage], self.span(action.micro_batch).count
-        shapes = [(spec.local_shape(batch, mesh), spec.torch_dtype) for spec in specs]
-        self.channels.post(action.stage, direction, action.micro_batch, shapes)
+    def _post(self, action: Action, direction: str) -> None:
+        specs, other = self._crossing(action.stage, direction, sending=False)
+        mesh, span = self.world.meshes[action.stage], self.span(action.micro_batch)
+        awaited = [
+            Awaited(
+                shape=spec.local_shape(span.count, mesh),
+                dtype=spec.torch_dtype,
+                parts=self.handovers.incoming(spec, action.stage, other, span.of),
+            )
+            for spec in specs
+        ]
+        self.channels.post(action.stage, direction, action.micro_batch, awaited)
+
+    def _crossing(
+        self, stage: int, direction: str, *, sending: bool
+    ) -> tuple[Sequence[BoundarySpec], int]:
+        """What a stage sends, or is sent, in a direction, and the stage at the other end."""
+        program, downstream = self.executor.stages[stage], (direction == FORWARD) == sending
+        specs = program.sends if downstream else program.receives
+        if direction == BACKWARD:
+            specs = tuple(spec for spec in specs if spec.requires_grad)
+        return specs, stage + 1 if downstream else stage - 1
 
 
 _HANDLERS: dict[ActionKind, Callable[[Run, Action], None]] = {
@@ -412,19 +435,3 @@ _HANDLERS: dict[ActionKind, Callable[[Run, Action], None]] = {
 _FORWARD_KINDS = frozenset({_K.FORWARD, _K.SEND_FORWARD, _K.RECV_FORWARD})
 
 _PHASES = {kind: "forward" if kind in _FORWARD_KINDS else "backward" for kind in ActionKind}
-
-
-def share_loss(
-    result: StepResult, world: World, partial_axes: Sequence[str] = BATCH_AXES
-) -> Tensor:
-    """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks.
-
-    `partial_axes` are those on which the loss contributions of the last stage are partial sums; on
-    other axes they are equal, and counted once.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    if result.loss is not None:
-        axes = world.meshes[-1].axes
-        if all(axis.rank == 0 for name, axis in axes.items() if name not in partial_axes):
-            total = result.loss
-    return primitives.all_reduce(total, world.everyone)

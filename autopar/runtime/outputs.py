@@ -1,4 +1,4 @@
-"""Putting the model's outputs together from the parts of ranks and micro-batches."""
+"""Putting the model's loss and outputs together from the parts of ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def collect_outputs(
             dist.broadcast(value, world.meshes[spec.stage].ranks[0])
         whole[spec.name] = value
     return whole
+
+
+def share_loss(
+    result: StepResult, world: World, partial_axes: Sequence[str] = BATCH_AXES
+) -> Tensor:
+    """The loss of the whole batch, in float64, on every rank: one all-reduce over all ranks.
+
+    `partial_axes` are those on which the loss contributions of the last stage are partial sums; on
+    other axes they are equal, and counted once.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    if result.loss is not None:
+        axes = world.meshes[-1].axes
+        if all(axis.rank == 0 for name, axis in axes.items() if name not in partial_axes):
+            total = result.loss
+    return primitives.all_reduce(total, world.everyone)
 
 
 def _batch_dim(spec: OutputSpec) -> tuple[int, Size] | None:

@@ -186,10 +186,12 @@ def _world(plan: Plan, device: torch.device | str) -> World:
             found = zero_shard(parameter, names)
             split = () if found is None else found.axes
             joins |= {tuple(summed), split, tuple(n for n in summed if n not in split)}
-            owners.setdefault(parameter.fqn, []).append(stage.index)
+            if parameter.trainable:
+                owners.setdefault(parameter.fqn, []).append(stage.index)
     return create_world(
         [(axis.name, axis.size) for axis in plan.axes],
         [stage.ranks for stage in plan.stages],
+        stage_sizes=[stage.sizes for stage in plan.stages],
         joins=sorted(joins),
         ties=sorted({tuple(stages) for stages in owners.values() if len(stages) > 1}),
         device=device,

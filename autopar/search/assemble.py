@@ -79,9 +79,11 @@ def stage_terms(
     is the most there is of it; see `apart`.
     """
     states = [0.0, 0.0, 0.0, 0.0]
-    seen = set(held.elsewhere)
+    seen, place = set(held.elsewhere), grid.pipe.placement[stage]
     for block, option in zip(blocks, options, strict=True):
-        for i, part in enumerate(held_bytes(pricer, block, option.states, grid, skip=seen)):
+        for i, part in enumerate(
+            held_bytes(pricer, block, option.states, grid.at(place), skip=seen)
+        ):
             states[i] += part
         seen |= {ref.name for ref in block.parameters}
     whole = [option for option in options if option.again.kind is Recompute.FULL]
@@ -103,7 +105,7 @@ def stage_terms(
         terms.append(("weight_versions", held.versions * states[0]))
     once, widest, updates = int(held.once), int(held.widest), int(held.updates)
     device = pricer.setting.cluster.device(tightest(pricer, stage_ranks(grid, stage)))
-    reserve = reserve_terms(device, grid.communicators)
+    reserve = reserve_terms(device, grid.at(place).communicators)
     return (
         *terms,
         ("transient", float(widest * max(0, running))),
@@ -113,7 +115,7 @@ def stage_terms(
         ("update", float(updates * memory.update_bytes)),
         (
             "communication",
-            float(once * message_bytes(pricer, grid)[grid.pipe.placement[stage]]),
+            float(once * message_bytes(pricer, grid)[place]),
         ),
         *((name, float(once * nbytes)) for name, nbytes in reserve),
     )
@@ -182,14 +184,14 @@ def variants(
     pricer: Pricer, staged: Staged
 ) -> tuple[tuple[Variant, ...], list[ClassOption], list[str]]:
     """The distinct sources that the blocks run; the option of every block, and its variant."""
-    chain = pricer.setting.chain
+    chain, spots = pricer.setting.chain, pricer.places.spots(staged.grid)
     chosen = chosen_options(chain, staged.options, staged.solution)
-    found: dict[tuple[int, object], Variant] = {}
+    found: dict[tuple[int, object, object], Variant] = {}
     names = []
     for block, option in zip(chain.blocks, chosen, strict=True):
-        key = (block.class_index, _source_key(option))
+        key = (block.class_index, spots[option.home].grid.sizes, _source_key(option))
         if key not in found:
-            of_class = sum(1 for class_index, _ in found if class_index == block.class_index)
+            of_class = sum(1 for class_index, _, _ in found if class_index == block.class_index)
             block_class = chain.classes[block.class_index]
             suffix = chr(ord("a") + of_class) if of_class else ""
             found[key] = Variant(
@@ -248,11 +250,11 @@ def stage_plans(
     tied_s = tied_seconds(pricer, grid, own)
     stages = []
     for index, (blocks, options) in enumerate(own):
-        ranks = stage_ranks(grid, index)
+        ranks, here = stage_ranks(grid, index), grid.at(grid.pipe.placement[index])
         sends_s = _sends_s(pricer, grid, index, blocks)
         own_prices = pricer.of_stage(grid, index)
         seconds = stage_seconds(
-            own_prices, grid, blocks, options, sends_s, tied_s[index], held[index].elsewhere
+            own_prices, here, blocks, options, sends_s, tied_s[index], held[index].elsewhere
         )
         stages.append(
             StagePlan(
@@ -268,7 +270,7 @@ def stage_plans(
                     )
                     for block, option in zip(blocks, options, strict=True)
                 ),
-                parameters=_parameters(pricer, grid, blocks, options),
+                parameters=_parameters(pricer, here, blocks, options),
                 time_s=seconds.time_s,
                 communication_s=seconds.communication_s,
                 held_bytes=tuple(asdict(memory[index]).items()),
@@ -276,6 +278,7 @@ def stage_plans(
                 memory_limit_bytes=pricer.setting.least_memory_bytes(ranks),
                 in_flight=most[index],
                 collectives=(),
+                sizes=() if here.sizes == grid.sizes else here.sizes,
             )
         )
     return found, tuple(stages)

@@ -114,10 +114,14 @@ class Bounds:
         """The objective of a bound: the least bubble that the schedule can leave."""
         weight = 1.0
         if grid.pipe.splits_backward:
-            home = self.pricer.homes(grid)[0]
-            bounding = self.problems.at(home).bounding
             classes = self.pricer.setting.chain.classes
-            weight = max(bounding(grid, c.index).most_weight for c in classes)
+            first, *others = self.pricer.places.spots(grid)
+            spots = [first, *(spot for spot in others if grid.own)]
+            weight = max(
+                self.problems.at(home).bounding(own, c.index).most_weight
+                for home, own in spots
+                for c in classes
+            )
         step = least_step(grid.pipe, self._slowdown, weight=weight)
         return Weights.of(step, grid.pipe, self._slowdown)
 
@@ -135,10 +139,10 @@ class Bounds:
     def _parts(self, grid: Grid) -> tuple[float, float]:
         """The shares of forwards and of weight gradients in the work of all blocks."""
         if grid.base not in self._shares:
-            chain, home = self.pricer.setting.chain, self.pricer.homes(grid)[0]
+            chain, (home, own) = self.pricer.setting.chain, self.pricer.places.spots(grid)[0]
             forward_s = weight_s = total_s = 0.0
             for block_class in chain.classes:
-                cost = self.problems.at(home).fastest_passes(grid, block_class.index)
+                cost = self.problems.at(home).fastest_passes(own, block_class.index)
                 if cost is None:
                     continue
                 count = len(block_class.members)
@@ -164,8 +168,8 @@ class Bounds:
         chain = self.pricer.setting.chain
         if not self._state_may_fit(grid):
             return inf
-        kinds = list(dict.fromkeys(self.pricer.homes(grid)))
-        fastest = [[least(c.index, grid, home) for home in kinds] for c in chain.classes]
+        spots = self.pricer.places.spots(grid)
+        fastest = [[least(c.index, own, home) for home, own in spots] for c in chain.classes]
         if any(inf in times for times in fastest):
             return inf
         classes = tuple(
@@ -182,9 +186,7 @@ class Bounds:
     ) -> PartitionProblem:
         """The chain with memory for free."""
         chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
-        homes = self.pricer.homes(grid)
-        of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
-        devices = [of_home[home] for home in homes] if len(of_home) > 1 else [0] * len(homes)
+        devices = self.pricer.places.kinds(grid)
         return PartitionProblem(
             blocks=tuple(block.class_index for block in chain.blocks),
             classes=classes,
@@ -208,11 +210,9 @@ class Bounds:
         if not grid.pipe.flushes or plain == inf:
             return Bound(plain, plain)
         stages, setting = grid.pipe.num_stages, self.pricer.setting
-        ranks = range(0, grid.pipeline * grid.stage_devices, grid.stage_devices)
         free = sum(
-            count * (setting.memory_bytes(rank) - reserve_bytes(device, grid.communicators))
-            for rank, count in setting.cluster.counts(ranks)
-            for device in (setting.cluster.device(rank),)
+            count * (setting.memory_bytes(rank) - reserve)
+            for rank, count, reserve in self._firsts(grid)
         )
         problem = replace(
             self._plain_problem(grid, weights, self._floor_classes(grid, least)),
@@ -231,15 +231,15 @@ class Bounds:
         return sharded._replace(step_s=max(sharded.step_s, full))
 
     def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:
-        homes = list(dict.fromkeys(self.pricer.homes(grid)))
-        for home in homes:
+        spots = self.pricer.places.spots(grid)
+        for home, _ in spots:
             self._floors.setdefault(home, Floors(self.pricer.at(home)))
         return tuple(
             tuple(
                 option
-                for device, home in enumerate(homes)
+                for device, (home, own) in enumerate(spots)
                 for option in self._floors[home].options(
-                    grid, c.index, least(c.index, grid, home), device
+                    own, c.index, least(c.index, own, home), device
                 )
             )
             for c in self.pricer.setting.chain.classes
@@ -253,12 +253,26 @@ class Bounds:
         """Bytes beyond its `capacity` (or all that it holds) that some rank needs for state alone,
         which no layout of it is below."""
         setting = self.pricer.setting
-        ranks = range(0, grid.pipeline * grid.stage_devices, grid.stage_devices)
-        held = least_state_bytes(self.pricer, grid)
-        for rank, count in setting.cluster.counts(ranks):
-            held += count * reserve_bytes(setting.cluster.device(rank), grid.communicators)
+        held = min(
+            least_state_bytes(self.pricer, spot.grid) for spot in self.pricer.places.spots(grid)
+        )
+        for rank, count, reserve in self._firsts(grid):
+            held += count * reserve
             held -= count * setting.memory_bytes(rank) * capacity
-        return held / len(ranks)
+        return held / grid.pipeline
+
+    def _firsts(self, grid: Grid) -> list[tuple[int, int, int]]:
+        """The first rank of stages that are alike in this, their count, and what it sets aside."""
+        cluster = self.pricer.setting.cluster
+        if grid.own:
+            counts = [(grid.ranks(place)[0], 1, grid.at(place)) for place in range(grid.pipeline)]
+        else:
+            ranks = range(0, grid.pipeline * grid.stage_devices, grid.stage_devices)
+            counts = [(rank, count, grid) for rank, count in cluster.counts(ranks)]
+        return [
+            (rank, count, reserve_bytes(cluster.device(rank), own.communicators))
+            for rank, count, own in counts
+        ]
 
     def _fastest(self, class_index: int, grid: Grid, home: Home) -> float:
         """Least time of a class's block for one micro-batch, gradients summed for free."""

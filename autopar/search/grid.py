@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from autopar.ir.cluster import Axis
-from autopar.ir.mesh import TENSOR, MeshAxis, batch_size
+from autopar.ir.mesh import TENSOR, MeshAxis, batch_size, sized
 from autopar.search.pipelines import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule."""
+    """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule.
+
+    Where ranks of the pipeline have meshes of other sizes, `own` has those of each; the micro-batch
+    is that of a data rank of `mesh`, and `at` tells what a rank of the pipeline sees.
+    """
 
     pipeline: int
     mesh: tuple[MeshAxis, ...]
@@ -20,6 +24,23 @@ class Grid:
     micro_batches: int
     schedule: str
     chunks: int = 1
+    own: tuple[tuple[int, ...], ...] = ()
+
+    def at(self, place: int) -> Grid:
+        """The grid as the stages of a rank of the pipeline see it: on their own mesh."""
+        if not self.own:
+            return self
+        mesh = sized(self.mesh, self.own[place])
+        samples = self.micro_batch * self.batch_ranks
+        own = ceil(samples / batch_size(self.names, self.own[place]))
+        return replace(self, mesh=mesh, micro_batch=own, own=())
+
+    def ranks(self, place: int) -> range:
+        """The devices of a rank of the pipeline: consecutive ones, in its order."""
+        if not self.own:
+            return range(place * self.stage_devices, (place + 1) * self.stage_devices)
+        first = sum(map(prod, self.own[:place]))
+        return range(first, first + prod(self.own[place]))
 
     @property
     def pipe(self) -> Pipeline:
@@ -39,7 +60,7 @@ class Grid:
     @property
     def technique(self) -> tuple[object, ...]:
         """What makes a grid another answer, not the same one with another micro-batch."""
-        return self.pipeline, self.mesh, self.schedule, self.chunks
+        return self.pipeline, self.mesh, self.own, self.schedule, self.chunks
 
     def degree(self, name: str) -> int:
         """Size of a mesh axis; 1 where the mesh has no such axis."""

@@ -13,6 +13,7 @@ from autopar.search.grid import Grid
 from autopar.search.pins import MESH_DEGREES, Pins
 from autopar.search.pipelines import FREE
 from autopar.search.setting import Setting
+from autopar.search.stage_meshes import stage_meshes, stage_reasons
 from autopar.search.state import FREE_LEVELS
 
 WIDEST_TENSOR = 8
@@ -114,9 +115,11 @@ def micro_batch_sizes(setting: Setting, mesh: tuple[MeshAxis, ...]) -> Iterator[
         yield size, ceil(batch / (size * data))
 
 
-def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
-    """The meshes of a stage of that many devices."""
-    pins = setting.pins
+def meshes(
+    setting: Setting, devices: int, pins: Pins | None = None
+) -> Iterator[tuple[MeshAxis, ...]]:
+    """The meshes of a stage of that many devices, by default under the setting's pins."""
+    pins = pins or setting.pins
     for tensor in divisors(devices):
         if not _is_offered(tensor, pins.tensor, widest_tensor(setting)):
             continue
@@ -128,7 +131,7 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
                 continue
             if pins.zero and ranks == 1:
                 continue
-            for shard in _shards(setting, ranks):
+            for shard in _shards(setting, pins, ranks):
                 for sequence in _sequence_choices(setting, tensor, context):
                     yield stage_mesh(
                         data=ranks // shard,
@@ -141,10 +144,10 @@ def meshes(setting: Setting, devices: int) -> Iterator[tuple[MeshAxis, ...]]:
                     )
 
 
-def _shards(setting: Setting, ranks: int) -> Iterator[int]:
+def _shards(setting: Setting, pins: Pins, ranks: int) -> Iterator[int]:
     """Sizes of the inner of two axes that split samples: the pinned one, or where the model has
     experts any that they could be split by inside the fastest links."""
-    pins, most = setting.pins, max((e.experts for e in setting.experts.values()), default=1)
+    most = max((e.experts for e in setting.experts.values()), default=1)
     if pins.expert is not None and (pins.expert > most or ranks % pins.expert):
         return
     span = min(most, setting.cluster.domain)
@@ -185,17 +188,14 @@ def _sequence_choices(setting: Setting, tensor: int, context: int) -> tuple[bool
 
 def grids(setting: Setting) -> tuple[Grid, ...]:
     """All grids that the pins allow. Raises InputError where they allow none, saying why."""
-    pins, devices = setting.pins, setting.cluster.num_devices
-    blocks = len(setting.chain.blocks)
-    found = []
-    for pipeline in divisors(devices):
-        if pins.pipeline not in (None, pipeline) or pipeline > blocks:
-            continue
-        for mesh in meshes(setting, devices // pipeline):
+    pins, blocks, found = setting.pins, len(setting.chain.blocks), list[Grid]()
+    for pipeline, mesh, own in _laid_out(setting):
+        if pins.pipeline in (None, pipeline) and pipeline <= blocks:
             found += [
                 Grid(
                     pipeline=pipeline,
                     mesh=mesh,
+                    own=own,
                     micro_batch=size,
                     micro_batches=count,
                     schedule=schedule,
@@ -209,11 +209,36 @@ def grids(setting: Setting) -> tuple[Grid, ...]:
     return tuple(found)
 
 
+def _laid_out(
+    setting: Setting,
+) -> Iterator[tuple[int, tuple[MeshAxis, ...], tuple[tuple[int, ...], ...]]]:
+    """Pipeline degrees with the mesh of a stage, and where they differ the sizes of each rank's."""
+    devices, pins = setting.cluster.num_devices, setting.pins
+    if pins.stages:
+        places = max(place for place, _, _ in pins.stages) + 1
+        for pipeline in range(places, devices + 1):
+            if pins.pipeline not in (None, pipeline):
+                continue
+            for mesh, own in stage_meshes(setting, pipeline, meshes):
+                if not (own and _shared_trained(setting)):
+                    yield pipeline, mesh, own
+        return
+    for pipeline in divisors(devices):
+        if pins.pipeline in (None, pipeline):
+            for mesh in meshes(setting, devices // pipeline):
+                yield pipeline, mesh, ()
+
+
 def _no_grid(setting: Setting) -> str:
     pins, devices = setting.pins, setting.cluster.num_devices
     fixed = ", ".join(f"{key}={value}" for key, value in pins.items()) or "no pins"
     blocks = len(setting.chain.blocks)
-    reasons = _indivisible(pins, devices)
+    reasons = stage_reasons(setting) if pins.stages else _indivisible(pins, devices)
+    if pins.stages and (name := _shared_trained(setting)):
+        reasons.append(
+            f"{name} is read by several blocks, whose gradients are not summed between stages of "
+            "different meshes: leave the stage pins out, or untie it"
+        )
     if pins.pipeline is not None and pins.pipeline > blocks:
         reasons.append(
             f"pipeline={pins.pipeline} is more than the {blocks} blocks that the model can be cut "
@@ -255,12 +280,19 @@ def _forbids_staleness(setting: Setting) -> str | None:
     """Why stages cannot update their weights one by one; None if they can."""
     if setting.pins.zero == 3:
         return "with zero=3 the weights that a micro-batch saw would have to be gathered again"
+    if name := _shared_trained(setting):
+        return f"{name} is read by several blocks, which may lie on two stages"
+    return None
+
+
+def _shared_trained(setting: Setting) -> str | None:
+    """A trained parameter that several blocks read; None where there is none."""
     for block_class in setting.chain.classes:
         block = setting.chain.representative(block_class.index)
         for position in setting.shared_positions[block_class.index]:
             source = setting.sources[block.parameters[position].name]
             if source.trainable:
-                return f"{source.fqn} is read by several blocks, which may lie on two stages"
+                return source.fqn
     return None
 
 

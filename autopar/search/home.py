@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import NamedTuple
 
 from autopar.ir.cluster import Cluster, DeviceSpec
 from autopar.search.grid import Grid
@@ -41,15 +42,47 @@ def stage_home(cluster: Cluster, ranks: Sequence[int]) -> Home:
     return _home(cluster, part, ranks, first)
 
 
-def place_homes(cluster: Cluster, grid: Grid) -> tuple[Home, ...]:
-    """The home of every rank of the pipeline."""
-    size = grid.stage_devices
-    if len(cluster.groups) == 1:
-        return (whole_home(cluster),) * grid.pipeline
-    return tuple(
-        stage_home(cluster, range(place * size, (place + 1) * size))
-        for place in range(grid.pipeline)
-    )
+class Spot(NamedTuple):
+    """What makes a stage's times: where it is, and the grid as it sees it."""
+
+    home: Home
+    grid: Grid
+
+
+@dataclass(kw_only=True, slots=True)
+class Places:
+    """Where the ranks of pipelines are in a cluster; every distinct way is worked out once."""
+
+    cluster: Cluster
+    _homes: dict[object, tuple[Home, ...]] = field(default_factory=dict)
+    _kinds: dict[object, tuple[int, ...]] = field(default_factory=dict)
+
+    def homes(self, grid: Grid) -> tuple[Home, ...]:
+        """The home of every rank of a grid's pipeline."""
+        key = (grid.pipeline, grid.stage_devices, grid.own)
+        if key not in self._homes:
+            self._homes[key] = self._found(grid)
+        return self._homes[key]
+
+    def _found(self, grid: Grid) -> tuple[Home, ...]:
+        if len(self.cluster.groups) == 1:
+            return (whole_home(self.cluster),) * grid.pipeline
+        return tuple(stage_home(self.cluster, grid.ranks(p)) for p in range(grid.pipeline))
+
+    def kinds(self, grid: Grid) -> tuple[int, ...]:
+        """Which of the `spots` every rank of the pipeline is on."""
+        key = (grid.pipeline, grid.stage_devices, grid.own)
+        if key not in self._kinds:
+            seen: dict[object, int] = {}
+            both = zip(self.homes(grid), grid.own or ((),) * grid.pipeline, strict=True)
+            self._kinds[key] = tuple(seen.setdefault(each, len(seen)) for each in both)
+        return self._kinds[key]
+
+    def spots(self, grid: Grid) -> tuple[Spot, ...]:
+        """The distinct spots of a grid's stages, in the order of the first stage on each."""
+        homes, kinds = self.homes(grid), self.kinds(grid)
+        firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+        return tuple(Spot(homes[place], grid.at(place)) for place in firsts)
 
 
 def _home(cluster: Cluster, part: Cluster, ranks: Sequence[int], first: int) -> Home:

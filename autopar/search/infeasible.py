@@ -102,7 +102,7 @@ def _least_terms(pricer: Pricer, staged: Staged, first: int) -> list[tuple[str, 
         options = _smallest([staged.options[problem.blocks[b]] for b in indices], held)
         blocks = [pricer.setting.chain.blocks[b] for b in indices]
         own = StageHeld(saved=held, once=stage == first, widest=stage == first)
-        memory = stage_memory(pricer, staged.grid, blocks, options)
+        memory = stage_memory(pricer, staged.grid.at(place), blocks, options)
         for name, value in stage_terms(pricer, staged.grid, stage, blocks, options, own, memory):
             terms[name] = terms.get(name, 0.0) + value
     return list(terms.items())

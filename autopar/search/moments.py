@@ -104,16 +104,16 @@ def stage_memories(pricer: Pricer, grid: Grid, stages: Stages) -> list[StageMemo
     and so does a parameter that several read."""
     found = []
     for index, (blocks, options) in enumerate(stages):
-        earlier = earlier_on_rank(grid, index)
+        earlier, own = earlier_on_rank(grid, index), grid.at(grid.pipe.placement[index])
         found.append(
             stage_memory(
                 pricer,
-                grid,
+                own,
                 blocks,
                 options,
                 elsewhere=read_by(stages[k][0] for k in earlier),
-                receive_bytes=boundary_bytes(pricer, grid, _crossing(pricer, blocks[0].index - 1)),
-                send_bytes=boundary_bytes(pricer, grid, _crossing(pricer, blocks[-1].index)),
+                receive_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[0].index - 1)),
+                send_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[-1].index)),
                 stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
             )
         )

@@ -21,10 +21,10 @@ def offered(setting: Setting, node: OpNode, axis: MeshAxis) -> tuple[AxisStrateg
         return _with_expert_pin(setting, axis, found)
     if axis.name == TENSOR and _runs_whole(setting, node):
         return tuple(s for s in found if not is_split(s)) or found
-    degree = {TENSOR: pins.tensor, CONTEXT: pins.context}.get(axis.name)
+    degrees = {TENSOR: pins.tensors, CONTEXT: {pins.context}}.get(axis.name, ())
     if axis.name == CONTEXT and pins.attention and node.op == ATTENTION:
         return tuple(s for s in found if attention_kind(node, s) == pins.attention) or found
-    if degree != axis.size or node.op not in HEAVY_OPS:
+    if axis.size not in degrees or node.op not in HEAVY_OPS:
         return found
     return tuple(s for s in found if splits_work(setting, node, s)) or found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,10 @@ ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
 ATTENTION = ("gather", "ring", "heads")
 CHOICES = ("schedule", "sequence", "attention", "recompute", "zero")
-KEYS = (*DEGREES, *CHOICES, "weight:NAME", "boundary")
+STAGE_DEGREES = ("devices", "data", "tensor")
+"""What may be another on one rank of the pipeline: `stage1.tensor`."""
+KEYS = (*DEGREES, *CHOICES, "weight:NAME", "boundary", *(f"stageK.{n}" for n in STAGE_DEGREES))
+_STAGE = re.compile(rf"^stage(\d+)\.({'|'.join(STAGE_DEGREES)})$")
 _SHOWN = 8
 
 
@@ -34,7 +38,8 @@ class Pins:
     parameters of several blocks are at most level 1.
 
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
-    module paths that must start a stage.
+    module paths that must start a stage. `stages` are (rank of the pipeline, degree or `devices`,
+    value): what its stages have for a mesh, where that is not the others'.
     """
 
     pipeline: int | None = None
@@ -53,12 +58,24 @@ class Pins:
     zero: int | None = None
     weights: tuple[tuple[str, Placement], ...] = ()
     boundaries: tuple[str, ...] = ()
+    stages: tuple[tuple[int, str, int], ...] = ()
+
+    def of_stage(self, place: int) -> dict[str, int]:
+        """The pins on the mesh of a rank of the pipeline, by name."""
+        return {name: value for stage, name, value in self.stages if stage == place}
+
+    @property
+    def tensors(self) -> frozenset[int]:
+        """All tensor degrees that are pinned."""
+        own = {value for _, name, value in self.stages if name == "tensor"}
+        return frozenset(own | ({self.tensor} if self.tensor else set()))
 
     def items(self) -> tuple[tuple[str, str], ...]:
         """The pins as (key, value) texts, in a fixed order."""
         simple = [(key, getattr(self, key)) for key in (*DEGREES, *CHOICES)]
         found = [(key, str(value)) for key, value in simple if value is not None]
         found += [(f"weight:{name}", str(placement)) for name, placement in self.weights]
+        found += [(f"stage{stage}.{name}", str(value)) for stage, name, value in self.stages]
         return (*found, *(("boundary", path) for path in self.boundaries))
 
 
@@ -81,6 +98,7 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
     """Pins from (key, value) texts. Raises InputError naming the pin and what it may be."""
     fields: dict[str, object] = {}
     weights: dict[str, Placement] = {}
+    stages: dict[tuple[int, str], int] = {}
     boundaries: list[str] = []
     parsers: dict[str, Callable[[str, str], object]] = {
         **dict.fromkeys(DEGREES, _degree),
@@ -95,13 +113,22 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
             _add_weight(weights, key.removeprefix("weight:"), value)
         elif key == "boundary":
             boundaries.append(value)
+        elif found := _STAGE.match(key):
+            where, degree = (int(found[1]), found[2]), _degree(key, value)
+            if stages.setdefault(where, degree) != degree:
+                raise InputError(f"pin {key} is given twice: {stages[where]} and {value}")
         elif key in parsers:
             parsed = parsers[key](key, value)
             if fields.setdefault(key, parsed) != parsed:
                 raise InputError(f"pin {key} is given twice: {fields[key]} and {value}")
         else:
             raise InputError(f"unknown pin {key!r}; {_nearest(key, KEYS)}")
-    return Pins(weights=tuple(weights.items()), boundaries=tuple(boundaries), **fields)  # type: ignore[arg-type]
+    return Pins(
+        weights=tuple(weights.items()),
+        boundaries=tuple(boundaries),
+        stages=tuple((*place, value) for place, value in sorted(stages.items())),
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def _add_weight(weights: dict[str, Placement], name: str, value: str) -> None:

@@ -6,7 +6,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from math import inf
 from typing import cast
 
@@ -51,6 +51,9 @@ Unlike a limit on time, it ends in the same place on any machine."""
 
 _HOPELESS = 4
 """Grids whose state alone does not fit that are solved to say by how much."""
+
+Fixed = tuple[Mapping[str, Layout], ...]
+"""How the parameters lie that several blocks read, for every spot of a grid."""
 
 _MOST_FIXINGS = 8
 
@@ -198,10 +201,9 @@ class Planner:
 
     def _check_pins(self, candidates: Sequence[Grid]) -> None:
         """Raise InfeasiblePlan for a pin that would be honoured in name only."""
-        degree = self.setting.pins.tensor
         message = explain_attention(self.setting, candidates)
-        if message is None and degree is not None and degree > 1:
-            message = explain_unsplittable(self.pricer, degree)
+        for degree in sorted(self.setting.pins.tensors - {1}):
+            message = message or explain_unsplittable(self.pricer, degree)
         if message is not None:
             raise InfeasiblePlan(message)
 
@@ -248,7 +250,7 @@ class Planner:
 
     def made_problems(self, grid: Grid) -> Iterator[Problem]:
         """The same, made here."""
-        for fixed, shared in product(self._fixings(grid), self._shared_zeros(grid)):
+        for fixed, shared in product(self._fixed(grid), self._shared_zeros(grid)):
             options = {
                 c.index: self._class_options(grid, c.index, fixed, shared)
                 for c in self.setting.chain.classes
@@ -262,24 +264,25 @@ class Planner:
 
     def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
         """The ZeRO choices for the parameters that several blocks read, which must agree."""
-        if not self.setting.shared_parameters:
+        if not self.setting.shared_parameters or grid.own:
             return (UNSPLIT,)
         return shared_choices(zero_choices(self.pricer.prices(grid), self.setting.pins.zero))
 
     def _class_options(
-        self, grid: Grid, class_index: int, fixed: Mapping[str, Layout], shared: ZeroChoice
+        self, grid: Grid, class_index: int, fixed: Fixed, shared: ZeroChoice
     ) -> tuple[ClassOption, ...]:
         block = self.setting.chain.representative(class_index)
         names = {self.setting.sources[ref.name].fqn for ref in block.parameters}
-        relevant = {name: layout for name, layout in fixed.items() if name in names}
+        relevant = [{n: layout for n, layout in each.items() if n in names} for each in fixed]
         if not self.setting.shared_positions[class_index]:
             shared = UNSPLIT
         stages = grid.pipe.num_stages
-        key = (grid.base, stages, class_index, tuple(sorted(relevant.items())), shared)
+        settled = tuple(tuple(sorted(each.items())) for each in relevant)
+        key = (grid.base, stages, class_index, settled, shared)
         if key not in self._options:
             per_home = [
-                class_options(self.shardings.at(home), grid, class_index, relevant, shared)
-                for home in dict.fromkeys(self.pricer.homes(grid))
+                class_options(self.shardings.at(home), own, class_index, each, shared)
+                for (home, own), each in zip(self.pricer.places.spots(grid), relevant, strict=True)
             ]
             self._options[key] = tuple(
                 option if not index else replace(option, home=index)
@@ -288,6 +291,17 @@ class Planner:
                 if all(per_home)
             )
         return self._options[key]
+
+    def _fixed(self, grid: Grid) -> Iterator[Fixed]:
+        """The same for every spot of a grid: one way for all, or where meshes differ one each."""
+        spots = self.pricer.places.spots(grid)
+        if not grid.own:
+            yield from ((fixed,) * len(spots) for fixed in self._fixings(grid))
+            return
+        offered = {spot.grid: list(self._fixings(spot.grid)) for spot in spots}
+        for chosen in islice(product(*offered.values()), _MOST_FIXINGS):
+            by_grid = dict(zip(offered, chosen, strict=True))
+            yield tuple(by_grid[spot.grid] for spot in spots)
 
     def _fixings(self, grid: Grid) -> Iterator[dict[str, Layout]]:
         """Layouts for the parameters that several blocks read, which must agree on them.

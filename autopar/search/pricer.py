@@ -33,7 +33,7 @@ from autopar.search.block import BlockSpace, Option, block_space
 from autopar.search.block_cost import BlockCost
 from autopar.search.copies import BlockStorages
 from autopar.search.grid import Grid
-from autopar.search.home import Home, place_homes, whole_home
+from autopar.search.home import Home, Places, whole_home
 from autopar.search.node_costs import NodeCosts
 from autopar.search.offered import offered
 from autopar.search.paths import Paths
@@ -51,6 +51,7 @@ class Pricer:
 
     setting: Setting
     home: Home = None  # type: ignore[assignment]  # __post_init__ knows the cluster
+    places: Places = None  # type: ignore[assignment]  # as above
     _spaces: dict[object, BlockSpace] = field(default_factory=dict)
     _strategies: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
     _alike: dict[object, tuple[AxisStrategy, ...]] = field(default_factory=dict)
@@ -66,18 +67,15 @@ class Pricer:
     _paths: Paths = field(default_factory=Paths)
     _products: dict[int, Mapping[str, Product]] = field(default_factory=dict)
     _at: dict[Home, Pricer] = field(default_factory=dict)
-    _homes: dict[tuple[int, int], tuple[Home, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.home = self.home or whole_home(self.setting.cluster)
+        self.places = self.places or Places(cluster=self.setting.cluster)
         self._at.setdefault(self.home, self)
 
     def homes(self, grid: Grid) -> tuple[Home, ...]:
         """The home of every rank of a grid's pipeline."""
-        key = (grid.pipeline, grid.stage_devices)
-        if key not in self._homes:
-            self._homes[key] = place_homes(self.setting.cluster, grid)
-        return self._homes[key]
+        return self.places.homes(grid)
 
     def at(self, home: Home) -> Pricer:
         """What prices the same on a home: all that does not depend on it is shared."""

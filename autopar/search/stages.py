@@ -22,6 +22,7 @@ from autopar.schedules.held import peak_bytes
 from autopar.schedules.in_flight import held_at_peak
 from autopar.schedules.lower import insert_communication
 from autopar.search.grid import Grid
+from autopar.search.handovers import handover_s
 from autopar.search.moments import boundary_bytes, stage_memories
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
@@ -71,6 +72,8 @@ def boundary_s(
     """
     if grid.pipeline == 1 or (hop is not None and hop[0] == hop[1]):
         return 0.0, 0.0
+    if grid.own and hop is not None:
+        return handover_s(pricer, grid, refs, hop)
     axis, cluster, first = grid.pipeline_axis(), pricer.setting.cluster, 0
     if hop is not None:
         apart, several = abs(hop[1] - hop[0]), len(cluster.groups) > 1
@@ -113,8 +116,7 @@ def _message_parts(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:
 
 def stage_ranks(grid: Grid, stage: int) -> range:
     """Devices of a stage: pipeline ranks take consecutive runs of devices."""
-    place = grid.pipe.placement[stage]
-    return range(place * grid.stage_devices, (place + 1) * grid.stage_devices)
+    return grid.ranks(grid.pipe.placement[stage])
 
 
 def _boundary_times(pricer: Pricer, grid: Grid, hop: Places | None = None) -> tuple[float, ...]:
@@ -135,7 +137,8 @@ def _hop_times(pricer: Pricer, grid: Grid) -> tuple[tuple[float, ...], tuple[flo
     """What cuts cost over the hop between the first two ranks, and how much more the hop between
     every two stages makes of that, for the dearest cut."""
     place, stages = grid.pipe.placement, grid.pipe.num_stages
-    if len(pricer.setting.cluster.groups) == 1 or grid.pipeline == 1:
+    alike = len(pricer.setting.cluster.groups) == 1 and not grid.own
+    if alike or grid.pipeline == 1:
         return _boundary_times(pricer, grid), ()
     times = {
         hop: _boundary_times(pricer, grid, hop) for hop in dict.fromkeys([(0, 1), *pairwise(place)])
@@ -150,15 +153,20 @@ def _hop_times(pricer: Pricer, grid: Grid) -> tuple[tuple[float, ...], tuple[flo
 
 def message_bytes(pricer: Pricer, grid: Grid) -> tuple[int, ...]:
     """By pipeline rank, buffers for the messages that it may have under way, at the widest
-    boundary."""
+    boundary; between meshes that differ one more, to put a value together from its parts."""
     if grid.pipeline == 1:
         return (0,)
     distinct = {
         tuple(pricer.setting.specs[ref] for ref in refs): refs
         for refs in pricer.setting.chain.boundaries
     }
-    widest = max((boundary_bytes(pricer, grid, refs) for refs in distinct.values()), default=0)
-    return tuple(count * widest for count in messages_under_way(grid.pipe))
+
+    def widest(own: Grid) -> int:
+        return max((boundary_bytes(pricer, own, refs) for refs in distinct.values()), default=0)
+
+    spots = [widest(spot.grid) for spot in pricer.places.spots(grid)]
+    places = zip(pricer.places.kinds(grid), messages_under_way(grid.pipe), strict=True)
+    return tuple((count + bool(grid.own)) * spots[kind] for kind, count in places)
 
 
 def tightest(pricer: Pricer, ranks: range) -> int:
@@ -205,8 +213,7 @@ def chain_problem(
     ranks = [stage_ranks(grid, stage) for stage in range(pipe.num_stages)]
     first = [pipe.placement.index(place) == k for k, place in enumerate(pipe.placement)]
     once_s, hops = _hop_times(pricer, grid)
-    homes = pricer.homes(grid)
-    of_home = {home: index for index, home in enumerate(dict.fromkeys(homes))}
+    kinds = pricer.places.kinds(grid)
     held = message_bytes(pricer, grid) if messages else (0,) * grid.pipeline
     return PartitionProblem(
         blocks=tuple(block.class_index for block in chain.blocks),
@@ -216,12 +223,12 @@ def chain_problem(
         capacity_bytes=tuple(float(setting.least_memory_bytes(own)) for own in ranks),
         num_micro_batches=grid.micro_batches,
         stage_fixed_bytes=tuple(
-            float(_reserve_bytes(pricer, grid, own) + held[place]) * once
+            float(_reserve_bytes(pricer, grid.at(place), own) + held[place]) * once
             for own, once, place in zip(ranks, first, pipe.placement, strict=True)
         ),
         boundary_s=once_s,
         hop_scale=hops,
-        stage_device=tuple(of_home[homes[place]] for place in pipe.placement),
+        stage_device=tuple(kinds[place] for place in pipe.placement),
         fixed_cuts=fixed_cuts(pricer, pipe.num_stages),
         sum_weight=weights.sum,
         max_weight=weights.longest,
@@ -317,7 +324,8 @@ def walked_bytes(
         place = grid.pipe.placement[on_rank[0]]
         stages = {k: memory[k] for k in on_rank}
         peaks[on_rank[0]] = peak_bytes(schedule.ranks[place], stages, known[place])
-        peaks[on_rank[0]] += _reserve_bytes(pricer, grid, stage_ranks(grid, on_rank[0]))
+        ranks = stage_ranks(grid, on_rank[0])
+        peaks[on_rank[0]] += _reserve_bytes(pricer, grid.at(place), ranks)
     return peaks
 
 

@@ -74,8 +74,8 @@ class Row:
 
     @property
     def settled(self) -> dict[str, str]:
-        """All pins."""
-        return DEFAULTS | self.pins
+        """All pins; one without a value is left free."""
+        return {key: value for key, value in (DEFAULTS | self.pins).items() if value}
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ def _word(key: str, value: str) -> str:
 
 def _techniques(row: Row) -> Iterator[str]:
     pins = row.settled
-    yield from (k for k in ("data", "tensor", "pipeline", "expert") if int(pins[k]) > 1)
+    yield from (k for k in ("data", "tensor", "pipeline", "expert") if int(pins.get(k, 1)) > 1)
     if pins["sequence"] == "on":
         yield "sequence"
     if int(pins["pipeline"]) > 1:

@@ -1,0 +1,130 @@
+"""Stages with meshes of their own: what pins offer, what is written, priced and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.compiler import PlanOptions, load_source, plan_source
+from autopar.errors import InputError, PlanMismatch
+from autopar.plan.check import check_plan, plan_problems
+from autopar.plan.serialize import from_json, to_json
+from autopar.plan.simulated import simulate_plan
+from autopar.plan.table import grid_text
+
+PINNED = "pipeline=2 micro_batches=2 schedule=1f1b"
+
+
+def plan(pins, devices="local:4", model="llama_tiny", samples=8):
+    pairs = tuple(tuple(pin.split("=")) for pin in pins.split())
+    options = PlanOptions(global_batch=samples, pins=pairs, price_pins=False)
+    return plan_source(load_source(model, seq_len=16), devices, options).plan
+
+
+def sizes(found):
+    return [tuple(axis.size for axis in found.mesh(stage)) for stage in found.stages]
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return plan(f"{PINNED} data=2 tensor=1 stage1.tensor=2")
+
+
+def test_a_stage_has_the_mesh_that_is_pinned_and_the_others_theirs(mixed):
+    assert mixed.axis_names == ("data", "tensor")
+    assert sizes(mixed) == [(2, 1), (1, 2)]
+    assert [stage.ranks for stage in mixed.stages] == [(0, 1), (2, 3)]
+    assert [stage.sizes for stage in mixed.stages] == [(), (1, 2)]
+    assert "data 2 x tensor 1 (stage 1: data 1 x tensor 2)" in grid_text(mixed)
+
+
+def test_only_the_stage_with_tensor_ranks_splits_its_weights(mixed):
+    split = [any("S(" in str(p.layout[1]) for p in s.parameters) for s in mixed.stages]
+    assert split == [False, True]
+
+
+def test_the_plan_reads_as_it_was_written_and_is_the_same_again(mixed):
+    text = to_json(mixed)
+    assert to_json(from_json(text)) == text
+    assert to_json(plan(f"{PINNED} data=2 tensor=1 stage1.tensor=2")) == text
+
+
+def test_the_step_that_is_told_is_that_of_the_stages(mixed):
+    assert simulate_plan(mixed).step_s == pytest.approx(mixed.prediction.step_s, rel=1e-6)
+
+
+def test_a_rank_sends_in_parts_what_ranks_elsewhere_hold(mixed):
+    sends = [
+        sorted((i.phase, i.nbytes, i.count) for i in stage.collectives if i.op == "send_recv")
+        for stage in mixed.stages
+    ]
+    # two samples of 16 x 64 floats on each data rank, for both tensor ranks; their gradients back
+    # in as many parts, of which every tensor rank sends one
+    (forward, nbytes, count), (backward, back, times) = sends[0][0], sends[1][0]
+    assert (forward, backward) == ("forward", "backward")
+    assert (nbytes, count, times) == (back, 4, 2)
+
+
+def test_stages_may_have_other_numbers_of_devices():
+    found = plan(f"{PINNED} stage0.devices=2 stage0.tensor=2 stage1.devices=1", devices="local:3")
+    assert sizes(found) == [(1, 2), (1, 1)]
+    assert [stage.ranks for stage in found.stages] == [(0, 1), (2,)]
+    check_plan(found)
+
+
+def test_what_a_stage_does_is_priced_on_its_own_mesh(mixed):
+    whole = plan(f"{PINNED} data=2 tensor=1")
+    split = plan(f"{PINNED} data=1 tensor=2")
+    same = [dict(stage.time_s) for stage in mixed.stages]
+    for at, other in ((0, whole), (1, split)):
+        blocks = [b.index for b in mixed.stages[at].blocks]
+        if blocks == [b.index for b in other.stages[at].blocks]:
+            assert same[at]["forward"] == dict(other.stages[at].time_s)["forward"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "devices", "message"),
+    [
+        ("pipeline=2 stage2.tensor=2", "local:4", "has ranks 0 to 1, and no stage2"),
+        ("pipeline=2 stage1.tensor=3", "local:4", "stage1 has 2 devices, which data free x"),
+        ("pipeline=2 stage0.devices=4", "local:4", "cannot be shared by 2 ranks"),
+        ("stage1.context=2", "local:4", "unknown pin 'stage1.context'"),
+        ("stage1.tensor=0", "local:4", "expected a whole number of at least 1"),
+    ],
+)
+def test_pins_that_cannot_be_met_say_why(pins, devices, message):
+    with pytest.raises(InputError, match=message):
+        plan(pins, devices=devices)
+
+
+def _stage(found, index, **changes):
+    stages = list(found.stages)
+    stages[index] = replace(stages[index], **changes)
+    return replace(found, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": (2,)}, "stage 1: sizes: expected 2, one per mesh axis, found 1"),
+        ({"sizes": (1, 4)}, "stage 1: expected 4 ranks (data 1 x tensor 4), found 2"),
+        ({"sizes": (0, 2)}, "stage 1: data: expected at least 1, found 0"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_its_stage_is_named(mixed, change, message):
+    assert message in plan_problems(_stage(mixed, 1, **change))
+
+
+def test_a_variant_runs_on_one_mesh(mixed):
+    shared = mixed.stages[0].blocks[-1].variant
+    first, *rest = mixed.stages[1].blocks
+    changed = _stage(mixed, 1, blocks=(replace(first, variant=shared), *rest))
+    with pytest.raises(PlanMismatch, match="runs on stages 0 and 1, whose meshes differ"):
+        check_plan(changed)
+
+
+def test_a_sequence_is_not_cut_anew_between_stages():
+    found = plan("pipeline=2 context=2 tensor=1 data=1 micro_batches=2 schedule=1f1b")
+    problems = plan_problems(_stage(found, 1, sizes=(2, 1, 1)))
+    assert any("context 1: expected 2, as on the other stages" in line for line in problems)
