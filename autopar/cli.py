@@ -361,7 +361,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         help="fix a decision; may be repeated. KEY: pipeline, data, shard, context, tensor, "
         "expert, chunks, micro_batches, micro_batch, schedule, sequence (on, off), attention "
         "(gather, ring, heads), recompute (none, selective, all), zero (0 to 3), weight:NAME (a "
-        "placement such as S(0)), boundary (a module that starts a stage)",
+        "placement such as S(0)), boundary (a module that starts a stage), stageK.tensor, "
+        "stageK.data, stageK.devices (of rank K of the pipeline alone, from 0)",
     )
     add("--memory-limit", metavar="GIB", type=_positive, help="memory of each device to plan for")
     add(

@@ -16,13 +16,13 @@ from math import prod
 from autopar.codegen.model import ModelView
 from autopar.ir.collective import Collective, CollectiveOp
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
-from autopar.ir.mesh import batch_count, batch_size
+from autopar.ir.mesh import batch_count, batch_size, position_of
 from autopar.ir.placement import R_STAR, Layout, chunk_sizes, local_shape, nested_chunk
 from autopar.ir.precision import PRECISIONS
 from autopar.ir.size import shape_at
 from autopar.plan.buckets import Bucket, GradientEntry, buckets
 from autopar.plan.flow import BlockFlow, move_bytes
-from autopar.plan.handover import numel, sent_by
+from autopar.plan.handover import messages, numel, sent_by, weight_boxes
 from autopar.plan.pipeline import schedule_flushes
 from autopar.plan.plan import BlockPlan, NodeChoice, ParameterPlan, Plan, StagePlan, Variant
 from autopar.plan.zero import stored_layout, zero_shard
@@ -218,7 +218,7 @@ def _sends(
     first, last = stage.blocks[0].index, stage.blocks[-1].index
     boundaries, plan = view.chain.boundaries, view.plan
 
-    def messages(ref: Ref, other: StagePlan, phase: str) -> Iterator[Collective]:
+    def handed_over(ref: Ref, other: StagePlan, phase: str) -> Iterator[Collective]:
         spec = view.specs[ref]
         for box in sent_by(at, spec.shape, samples, view.shared[ref], plan.axes, plan.mesh(other)):
             nbytes = numel(box) * DTYPE_BYTES[spec.dtype]
@@ -226,11 +226,11 @@ def _sends(
 
     if last < len(boundaries) and plan.stages[stage.index + 1].ranks != stage.ranks:
         for ref in boundaries[last]:
-            yield from messages(ref, plan.stages[stage.index + 1], "forward")
+            yield from handed_over(ref, plan.stages[stage.index + 1], "forward")
     if first and plan.stages[stage.index - 1].ranks != stage.ranks:
         for ref in boundaries[first - 1]:
             if ref in view.differentiable:
-                yield from messages(ref, plan.stages[stage.index - 1], "backward")
+                yield from handed_over(ref, plan.stages[stage.index - 1], "backward")
 
 
 def _setup(view: ModelView, stage: StagePlan) -> Iterator[Collective]:
@@ -273,12 +273,36 @@ def _sync(view: ModelView, stage: StagePlan, at: tuple[int, ...]) -> Iterator[Co
             yield _collective(CollectiveOp.ALL_REDUCE, nbytes, bucket.rest, "sync", value)
     for parameter in trainable:
         if len(owners[parameter.fqn]) > 1:
-            nbytes = _local_bytes(view, parameter, stored_layout(parameter), at)
-            if nbytes:
-                yield _collective(CollectiveOp.ALL_REDUCE, nbytes, ("tied",), "sync", parameter.fqn)
+            yield from _tied(view, stage, parameter, at)
     for bucket in buckets(_updated(view, p, at) for p in trainable if p.zero in (1, 2)):
         value = _bucket_name(bucket, "weights")
         yield _collective(CollectiveOp.ALL_GATHER, bucket.nbytes, bucket.axes, "update", value)
+
+
+def _tied(
+    view: ModelView, stage: StagePlan, parameter: ParameterPlan, at: tuple[int, ...]
+) -> Iterator[Collective]:
+    """What sums a gradient between the stages that hold the parameter: one all-reduce, or where
+    their meshes differ what every other stage wants of it (`runtime.ties`)."""
+    plan, holders = view.plan, dict[tuple[int, ...], tuple[StagePlan, ParameterPlan]]()
+    for other in plan.stages:
+        for own in other.parameters:
+            if own.fqn == parameter.fqn:
+                holders.setdefault(other.ranks, (other, own))
+    if all(plan.mesh(other) == plan.axes for other, _ in holders.values()):
+        nbytes = _local_bytes(view, parameter, stored_layout(parameter), at)
+        if nbytes:
+            yield _collective(CollectiveOp.ALL_REDUCE, nbytes, ("tied",), "sync", parameter.fqn)
+        return
+    shape, here = parameter.shape, position_of(at, view.mesh.sizes)
+    have = weight_boxes(shape, stored_layout(parameter), plan.axes)
+    for other, own in holders.values():
+        if other.ranks == stage.ranks:
+            continue
+        for message in messages(have, weight_boxes(shape, stored_layout(own), plan.mesh(other))):
+            if message.sender == here:
+                nbytes = message.numel * DTYPE_BYTES[parameter.dtype]
+                yield _collective(CollectiveOp.SEND_RECV, nbytes, ("tied",), "sync", parameter.fqn)
 
 
 def _bucket_name(bucket: Bucket, what: str) -> str:

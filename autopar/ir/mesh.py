@@ -81,6 +81,14 @@ def place_of(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
+def position_of(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """Inverse of `place_of`."""
+    position = 0
+    for at, size in zip(place, sizes, strict=True):
+        position = position * size + at
+    return position
+
+
 def batch_size(axes: Sequence[str], sizes: Sequence[int]) -> int:
     """Number of ranks that the samples are split over."""
     return prod(size for name, size in zip(axes, sizes, strict=True) if name in BATCH_AXES)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.mesh import MeshAxis, place_of
+from autopar.ir.mesh import MeshAxis, place_of, position_of
 from autopar.ir.placement import Layout, Shard, local_slices, nested_chunk
-from autopar.ir.size import Shape
+from autopar.ir.size import Shape, Size
 
 Ranges = tuple[tuple[int, int], ...]
 """`(start, length)` of parts of a dim, in the order in which a rank holds them."""
@@ -54,6 +54,11 @@ def boxes(shape: Shape, samples: int, layout: Layout, axes: Sequence[MeshAxis]) 
         _box(shape, samples, layout, axes, place_of(position, sizes))
         for position in range(prod(sizes))
     )
+
+
+def weight_boxes(shape: Sequence[int], layout: Layout, axes: Sequence[MeshAxis]) -> tuple[Box, ...]:
+    """The same of a parameter, or of its gradient."""
+    return boxes(tuple(Size(extent) for extent in shape), 0, layout, axes)
 
 
 def _box(
@@ -166,8 +171,5 @@ def sent_by(
         own = _box(shape, samples, layout, here, place)
         return (own,) if numel(own) else ()
     have, want = (boxes(shape, samples, layout, axes) for axes in (here, there))
-    sizes = [axis.size for axis in here]
-    found = messages(have, want)
-    return tuple(
-        message.box for message in found if place_of(message.sender, sizes) == tuple(place)
-    )
+    rank = position_of(place, [axis.size for axis in here])
+    return tuple(message.box for message in messages(have, want) if message.sender == rank)

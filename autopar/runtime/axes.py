@@ -118,7 +118,8 @@ class World:
 
     `channels[stage, direction]` carries values between `stage` and `stage + 1`; it is absent where
     both stages have the same ranks. `ties[stages]` joins the ranks at this process's position of
-    the stages that own a tied parameter; absent where that is this process alone.
+    the stages that own a tied parameter, or all their ranks where their meshes differ; absent where
+    that is this process alone.
     """
 
     rank: int
@@ -142,6 +143,10 @@ class World:
     def stages(self) -> tuple[int, ...]:
         """The stages this process runs, in order."""
         return tuple(i for i, mesh in enumerate(self.meshes) if mesh.coordinate is not None)
+
+    def is_alike(self, stages: Iterable[int]) -> bool:
+        """Whether stages have meshes of the same sizes."""
+        return _alike(self.meshes[stage].sizes for stage in stages)
 
     def position(self, stage: int) -> int:
         """Which of the ranks of a stage, one of its own, this process is."""
@@ -196,7 +201,8 @@ def create_world(
     )
     channels = _channels([tuple(ranks) for ranks in stages])
     everyone = _group(("world",), tuple(range(size)), rank, groups, recorder)
-    tied = _ties(stages, sorted(set(ties)), rank, groups, recorder)
+    sizes = [mesh.sizes for mesh in meshes]
+    tied = _ties(stages, sizes, sorted(set(ties)), rank, groups, recorder)
     return World(
         rank=rank,
         size=size,
@@ -309,8 +315,13 @@ def _lines(at: Mapping[tuple[int, ...], int], along: Sequence[int]) -> list[tupl
     return [tuple(line) for line in lines.values()]
 
 
+def _alike(sizes: Iterable[tuple[int, ...]]) -> bool:
+    return len(set(sizes)) == 1
+
+
 def _ties(
     stages: Sequence[Sequence[int]],
+    sizes: Sequence[tuple[int, ...]],
     ties: Sequence[tuple[int, ...]],
     rank: int,
     groups: _Groups,
@@ -318,8 +329,11 @@ def _ties(
 ) -> dict[tuple[int, ...], AxisGroup]:
     mine: dict[tuple[int, ...], AxisGroup] = {}
     for owners in ties:
-        for position in range(len(stages[0])):
-            ranks = tuple(sorted({stages[stage][position] for stage in owners}))
+        lines = [set().union(*(stages[stage] for stage in owners))]
+        if _alike(sizes[stage] for stage in owners):
+            lines = [set(line) for line in zip(*(stages[s] for s in owners), strict=True)]
+        for line in lines:
+            ranks = tuple(sorted(line))
             if len(ranks) > 1:
                 groups.get(ranks)
                 if rank in ranks:

@@ -107,18 +107,21 @@ def split_at_rest(spec: ParameterSpec, mesh: Mesh) -> Split | None:
     return Split(axis=mesh.along(tuple(names)), dim=dim, size=shape[dim])
 
 
-def owners_of(specs: Mapping[int, Sequence[ParameterSpec]]) -> dict[str, tuple[int, ...]]:
-    """The stages that own each tensor. Raises PlanMismatch where they see it differently."""
+def owners_of(
+    specs: Mapping[int, Sequence[ParameterSpec]], sizes: Sequence[tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The stages that own each tensor; `sizes` are those of every stage's mesh. Raises PlanMismatch
+    where stages of equal meshes see a tensor differently."""
     owners: dict[str, tuple[int, ...]] = {}
-    first: dict[str, ParameterSpec] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, ParameterSpec]] = {}
     for stage, group in specs.items():
         for spec in group:
-            known = first.setdefault(spec.fqn, spec)
+            other, known = first.setdefault((spec.fqn, sizes[stage]), (stage, spec))
             if _lie(known) != _lie(spec):
                 raise PlanMismatch(
                     f"tied parameter {spec.fqn!r} lies as {tuple(map(str, spec.layout))} on stage "
-                    f"{stage} and as {tuple(map(str, known.layout))} on stage "
-                    f"{owners[spec.fqn][0]}; both must be alike"
+                    f"{stage} and as {tuple(map(str, known.layout))} on stage {other}; both must "
+                    "be alike"
                 )
             owners[spec.fqn] = (*owners.get(spec.fqn, ()), stage)
     return owners

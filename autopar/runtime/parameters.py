@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PlanMismatch
-from autopar.ir.placement import local_shape
+from autopar.ir.placement import Layout, local_shape
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
 from autopar.runtime.axes import Mesh, World
 from autopar.runtime.gather import Gathers, ShardedWeight
@@ -106,7 +106,7 @@ class ParameterStore:
         self.specs = {stage: tuple(specs[stage]) for stage in sorted(specs)}
         self.tree = ParameterTree()
         self.entries: dict[str, Entry] = {}
-        self.owners = owners_of(self.specs)
+        self.owners = owners_of(self.specs, [mesh.sizes for mesh in world.meshes])
         self.gathers = Gathers()
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         for stage in world.stages:
@@ -157,6 +157,15 @@ class ParameterStore:
             name: self.entries[spec.fqn].local
             for spec in self.specs.get(stage, ())
             for name in spec.names
+        }
+
+    def layouts_of(self, fqn: str) -> dict[int, tuple[tuple[int, ...], Layout]]:
+        """Shape and layout between steps of a parameter, by the stages that own it."""
+        return {
+            stage: (spec.shape, spec.at_rest)
+            for stage in self.owners[fqn]
+            for spec in self.specs[stage]
+            if spec.fqn == fqn
         }
 
     def trainable(self) -> Iterator[Entry]:

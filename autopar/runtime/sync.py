@@ -21,6 +21,7 @@ from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.parameters import Entry, ParameterStore
 from autopar.runtime.primitives import all_reduce, all_reduce_
 from autopar.runtime.reduction import Reduction
+from autopar.runtime.ties import sum_between
 
 
 class GradientSync:
@@ -191,10 +192,16 @@ class GradientSync:
 
     def _sum_tied(self) -> None:
         for name in sorted(self._reduced):
-            stages = self._store.entries[name].stages
-            tie = self._store.world.ties.get(stages)
-            if len(stages) > 1 and tie is not None:
-                self._reduced[name] = all_reduce_(self._reduced[name].contiguous(), tie)
+            stages, world = self._store.entries[name].stages, self._store.world
+            tie = world.ties.get(stages)
+            if len(stages) == 1 or tie is None:
+                continue
+            grad = self._reduced[name].contiguous()
+            if world.is_alike(stages):
+                self._reduced[name] = all_reduce_(grad, tie)
+            else:
+                layouts = self._store.layouts_of(name)
+                self._reduced[name] = sum_between(grad, layouts, world, tie)
 
     def _hand_out(self) -> None:
         """Set `.grad`, which is complete and unscaled from here on."""

@@ -220,8 +220,7 @@ def _laid_out(
             if pins.pipeline not in (None, pipeline):
                 continue
             for mesh, own in stage_meshes(setting, pipeline, meshes):
-                if not (own and _shared_trained(setting)):
-                    yield pipeline, mesh, own
+                yield pipeline, mesh, own
         return
     for pipeline in divisors(devices):
         if pins.pipeline in (None, pipeline):
@@ -234,11 +233,6 @@ def _no_grid(setting: Setting) -> str:
     fixed = ", ".join(f"{key}={value}" for key, value in pins.items()) or "no pins"
     blocks = len(setting.chain.blocks)
     reasons = stage_reasons(setting) if pins.stages else _indivisible(pins, devices)
-    if pins.stages and (name := _shared_trained(setting)):
-        reasons.append(
-            f"{name} is read by several blocks, whose gradients are not summed between stages of "
-            "different meshes: leave the stage pins out, or untie it"
-        )
     if pins.pipeline is not None and pins.pipeline > blocks:
         reasons.append(
             f"pipeline={pins.pipeline} is more than the {blocks} blocks that the model can be cut "
@@ -280,19 +274,12 @@ def _forbids_staleness(setting: Setting) -> str | None:
     """Why stages cannot update their weights one by one; None if they can."""
     if setting.pins.zero == 3:
         return "with zero=3 the weights that a micro-batch saw would have to be gathered again"
-    if name := _shared_trained(setting):
-        return f"{name} is read by several blocks, which may lie on two stages"
-    return None
-
-
-def _shared_trained(setting: Setting) -> str | None:
-    """A trained parameter that several blocks read; None where there is none."""
     for block_class in setting.chain.classes:
         block = setting.chain.representative(block_class.index)
         for position in setting.shared_positions[block_class.index]:
             source = setting.sources[block.parameters[position].name]
             if source.trainable:
-                return source.fqn
+                return f"{source.fqn} is read by several blocks, which may lie on two stages"
     return None
 
 

@@ -26,6 +26,10 @@ from autopar.search.pipelines import in_flight
 from autopar.search.pricer import Pricer
 from autopar.search.state import ParameterState, held_bytes, split_axes
 
+_EXCHANGED = 4
+"""Copies of a gradient in an exchange (`runtime.ties`): what is cut to be sent, what comes in
+parts, what these are put together to, and the sum."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weight:
@@ -68,10 +72,12 @@ def stage_memory(
     receive_bytes: int = 0,
     send_bytes: int = 0,
     stashes: bool = False,
+    exchanges: bool = False,
 ) -> StageMemory:
     """What a stage of `blocks` run as `options` holds. Sources in `elsewhere` count with another
     stage of the rank. Where it `stashes`, every micro-batch in flight keeps the weights of its
-    forward."""
+    forward; where it `exchanges`, gradients of parameters of several stages are sent to meshes that
+    differ."""
     runs = tuple(_runs(pricer, grid, blocks, options, elsewhere))
     before = [0, *accumulate(run.option.saved_bytes for run in runs)]
     state = total_bytes(run.held for run in runs)
@@ -89,7 +95,7 @@ def stage_memory(
         last_backward_bytes=_backward(runs, before, send_bytes, split, last=True) + stashed,
         weight_bytes=weight,
         first_weight_bytes=first_weight,
-        update_bytes=_update(pricer, runs, state.gradients),
+        update_bytes=_update(pricer, runs, state.gradients, exchanges=exchanges),
         receive_bytes=receive_bytes,
         send_bytes=send_bytes,
     )
@@ -114,6 +120,7 @@ def stage_memories(pricer: Pricer, grid: Grid, stages: Stages) -> list[StageMemo
                 elsewhere=read_by(stages[k][0] for k in earlier),
                 receive_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[0].index - 1)),
                 send_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[-1].index)),
+                exchanges=bool(grid.own),
                 stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
             )
         )
@@ -313,15 +320,21 @@ def _weight_part(runs: Sequence[_Run]) -> tuple[int, int]:
     return most, first
 
 
-def _update(pricer: Pricer, runs: Sequence[_Run], gradients: int) -> int:
+def _update(
+    pricer: Pricer, runs: Sequence[_Run], gradients: int, *, exchanges: bool = False
+) -> int:
     """What summing gradients, stepping and gathering weights hold beyond weights, state and
-    gradients."""
+    gradients. A gradient that is exchanged is cut, received in parts and put together."""
     weights = [w for run in runs for w in run.weights]
     held = peak = gradients
     for bucket in buckets(w.entry for w in weights if w.level < 2):
         copied = bucket.nbytes if len(bucket.names) > 1 or bucket.scatter else 0
         peak = max(peak, held + copied)
         held -= bucket.nbytes - bucket.shard_nbytes if bucket.scatter else 0
+    if exchanges:
+        shared = {ref.name for ref in pricer.setting.shared_parameters}
+        most = max((w.kept_bytes for w in weights if w.entry.name in shared), default=0)
+        peak = max(peak, gradients + _EXCHANGED * most)
     left = sum(w.stored_bytes for w in weights)
     training = pricer.setting.training
     every, once = step_temporaries(

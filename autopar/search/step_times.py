@@ -22,6 +22,7 @@ from autopar.schedules.stage_pass import (
     forward_pass,
 )
 from autopar.search.grid import Grid
+from autopar.search.handovers import exchange_s
 from autopar.search.options import ClassOption
 from autopar.search.pricer import Pricer
 from autopar.search.state import ParameterState, optimizer_seconds, sync_seconds
@@ -105,7 +106,7 @@ def tied_seconds(
 ) -> list[float]:
     """Per stage the seconds that sums of gradients between the ranks of several stages take; where
     a rank has several of these, with its first."""
-    setting, prices, place = pricer.setting, pricer.prices(grid), grid.pipe.placement
+    setting, place = pricer.setting, grid.pipe.placement
     found: dict[str, dict[int, tuple[int, ParameterState]]] = {}
     for index, (blocks, options) in enumerate(stages):
         for block, option in zip(blocks, options, strict=True):
@@ -118,12 +119,18 @@ def tied_seconds(
     for name, holders in found.items():
         if len(holders) == 1:
             continue
+        if grid.own:
+            states = {rank: state for rank, (_, state) in holders.items()}
+            for rank, once_s in exchange_s(pricer, grid, Ref(name), states).items():
+                seconds[holders[rank][0]] += once_s
+            continue
         ranks = sorted(holders)
         apart = (ranks[-1] - ranks[0]) // (len(ranks) - 1)
         axis = Axis(name="tied", size=len(ranks), stride=apart * grid.stage_devices)
         state, dtype = holders[ranks[0]][1], setting.sources[name].spec.dtype
         wider = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)] / DTYPE_BYTES[dtype]
-        nbytes = wider * prices.local_bytes(Ref(name), state.stored or state.layout)
+        layout = state.stored or state.layout
+        nbytes = wider * pricer.prices(grid).local_bytes(Ref(name), layout)
         first_rank = ranks[0] * grid.stage_devices if len(setting.cluster.groups) > 1 else 0
         once_s = axis_collective_time_s(
             CollectiveOp.ALL_REDUCE, nbytes, axis, setting.cluster, first_rank, setting.profile
