@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -111,6 +112,14 @@ class Grid:
             Axis(name=axis.name, size=axis.size, stride=stride)
             for axis, stride in zip(self.mesh, strides, strict=True)
         )
+
+    def joined_axes(self, names: Sequence[str]) -> list[Axis]:
+        """The same with those in `names`, which are neighbours, made one."""
+        axes = self.axes()
+        inner = next(axis for axis in axes if axis.name == names[-1])
+        size = prod(axis.size for axis in axes if axis.name in names)
+        joined = Axis(name="+".join(names), size=size, stride=inner.stride)
+        return [joined, *(axis for axis in axes if axis.name not in names)]
 
     def pipeline_axis(self) -> Axis:
         """The axis along the stages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from autopar.costs.calibration import curve_of
 from autopar.costs.collectives import ClusterCollectives
@@ -73,10 +72,6 @@ class Pricer:
         self.places = self.places or Places(cluster=self.setting.cluster)
         self._at.setdefault(self.home, self)
 
-    def homes(self, grid: Grid) -> tuple[Home, ...]:
-        """The home of every rank of a grid's pipeline."""
-        return self.places.homes(grid)
-
     def at(self, home: Home) -> Pricer:
         """What prices the same on a home: all that does not depend on it is shared."""
         if home not in self._at:
@@ -87,7 +82,7 @@ class Pricer:
 
     def of_stage(self, grid: Grid, stage: int) -> Pricer:
         """What prices a stage, where the grid puts it."""
-        return self.at(self.homes(grid)[grid.pipe.placement[stage]])
+        return self.at(self.places.homes(grid)[grid.pipe.placement[stage]])
 
     @property
     def device(self) -> DeviceSpec:
@@ -212,7 +207,7 @@ class Pricer:
             return self.prices(grid).collective(op, nbytes, axes[0]) if axes else 0.0
         key = (grid.sizes, axes)
         if key not in self._joined:
-            self._joined[key] = self._collectives(_joined_axes(grid.axes(), axes)).time_s
+            self._joined[key] = self._collectives(grid.joined_axes(axes)).time_s
         return self._joined[key](op, nbytes, "+".join(axes))
 
     def _collectives(self, axes: Sequence[Axis]) -> ClusterCollectives:
@@ -454,11 +449,3 @@ class Pricer:
         loss = self.setting.graph.loss
         returned = {*after, *(() if loss is None else (loss,))}
         return storages, running.block(block.inputs, block.outputs, returned)
-
-
-def _joined_axes(axes: Sequence[Axis], names: tuple[str, ...]) -> list[Axis]:
-    """The axes with those in `names`, which are neighbours, made one."""
-    inner = next(axis for axis in axes if axis.name == names[-1])
-    size = prod(axis.size for axis in axes if axis.name in names)
-    joined = Axis(name="+".join(names), size=size, stride=inner.stride)
-    return [joined, *(axis for axis in axes if axis.name not in names)]

@@ -70,11 +70,11 @@ def test_no_plan_is_below_a_bound_of_its_grid(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_option_is_above_a_floor_in_every_respect(name):
     planner = SETTINGS[name]()
-    homes = [planner.pricer.homes(grid) for grid in grids(planner.setting)]
+    homes = [planner.pricer.places.homes(grid) for grid in grids(planner.setting)]
     whole = next(iter({home for of_grid in homes for home in of_grid}))
     floors = Floors(planner.pricer.at(whole))
     for grid in grids(planner.setting)[::5]:
-        if set(planner.pricer.homes(grid)) != {whole}:
+        if set(planner.pricer.places.homes(grid)) != {whole}:
             continue
         for options, problem in planner.problems(grid):
             for kind, of_class in options.items():
