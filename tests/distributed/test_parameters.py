@@ -330,7 +330,7 @@ def test_optimizers_are_bound(pool4):
 
 
 def check_refusals():
-    axes, ranks = [("data", 2), ("tensor", 2)], [range(4)]
+    axes, ranks = [("data", 2), ("tensor", 2)], [range(4), range(4)]
     world = create_world(axes, ranks)
     with pytest.raises(PlanMismatch, match="has layout"):
         ParameterStore(
