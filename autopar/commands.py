@@ -64,9 +64,9 @@ def plan(options: Namespace) -> int:
         if options.profile:
             request = replace(request, profile=profile_for(measured, cluster, options.profile))
         planned = compiler.plan_source(source, cluster, request, report)
+    write_found(options, planned.plan)
     summary = plan_summary(planned.plan) | {"output": options.output}
     print_result(options, summary, plan_table(planned.plan))
-    write_found(options, planned.plan)
     return _DONE
 
 
@@ -387,7 +387,7 @@ def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]
 
 
 def write_found(options: Namespace, found: Plan) -> None:
-    """Write a plan where asked, and say so."""
+    """Write a plan where asked, and say so; before it is printed, to a reader that may go."""
     if options.output:
         write_plan(found, options.output)
         print(f"autopar: wrote {options.output}", file=sys.stderr)

@@ -62,6 +62,6 @@ def what_if(options: Namespace) -> int:
             model=options.model,
             time_limit_s=options.time_limit,
         )
-    print_result(options, result.as_dict() | {"output": options.output}, result.text)
     write_found(options, result.after)
+    print_result(options, result.as_dict() | {"output": options.output}, result.text)
     return _DONE

@@ -185,6 +185,16 @@ def test_plan_prints_and_writes(run, compiler, sample_plan, tmp_path):
     ]
 
 
+def test_a_plan_is_written_before_its_reader_may_go(run, sample_plan, tmp_path, monkeypatch):
+    def gone(*_):
+        raise OSError
+
+    monkeypatch.setattr("autopar.commands.print_result", gone)
+    target = tmp_path / "out.json"
+    run("plan", "gpt_tiny", "--cluster", "local:4", "-o", target)
+    assert target.read_text() == to_json(sample_plan)
+
+
 def test_options_reach_the_compiler(run, compiler):
     run(
         *("plan", "m.py:f", "--cluster", "8:h100-sxm", "--global-batch", "64", "--seq-len", "128"),
