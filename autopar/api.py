@@ -55,6 +55,8 @@ def parallelize(
     memory_limit_bytes: int | None = None,
     time_limit_s: float = 120.0,
     profile: Path | str | None = None,
+    workers: int = 1,
+    cache_dir: Path | str | None = None,
     seed: int = 0,
     tape: InitTape | None = None,
 ) -> Parallel:
@@ -68,7 +70,9 @@ def parallelize(
     the parallel parameters by name. `pins` are the command line's,
     `{"tensor": 2, "weight:head.weight": "S(0)"}`. Weights come from `model`; where it is on the
     meta device they are initialised under `seed`, to the same values whatever the plan. `profile`
-    is a file of measured times that `autopar profile` or `autopar profiles` wrote.
+    is a file of measured times that `autopar profile` or `autopar profiles` wrote. A long search is
+    shared by `workers` processes, which does not change the plan; with a folder `cache_dir`, what
+    it finds is kept there and found again.
 
     `precision` is `fp32`, `fp64`, `bf16` or `fp16`, by default what the model's parameters are in.
     In `bf16` and `fp16` the program computes as `model.to(dtype)` would, floating inputs cast, and
@@ -89,6 +93,8 @@ def parallelize(
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=time_limit_s,
             profile=None if profile is None else _profile(profile, cluster),
+            workers=workers,
+            cache_dir=cache_dir,
             all_devices=True,  # a process runs on each already
         ),
         plan=read_plan(plan) if isinstance(plan, (str, Path)) else plan,

@@ -390,6 +390,9 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         help="processes that share a long search, which does not change the plan (default: one for "
         "each core at hand)",
     )
+    text = "folder that keeps what searches find (default: plans in autopar's cache folder)"
+    add("--cache-dir", metavar="DIR", help=text)
+    add("--no-cache", action="store_true", help="search everything anew, and keep nothing")
     add("--backend", metavar="NAME", help="ILP solver: highs (default) or cbc")
 
 

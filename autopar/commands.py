@@ -331,6 +331,7 @@ def planning_options(options: Namespace) -> PlanOptions:
     if prices := getattr(options, "price", []):
         given["prices"] = dict(prices)
     given["workers"] = options.workers or _cores()
+    given["cache_dir"] = _plan_cache(options)
     given = {name: value for name, value in given.items() if value is not None}
     if getattr(options, "keep", None):
         pins = _kept(options)
@@ -338,6 +339,17 @@ def planning_options(options: Namespace) -> PlanOptions:
     elif getattr(options, "free", ()):
         raise InputError("--free without --keep: nothing is kept; name the plan with --keep")
     return compiler.PlanOptions(pins=pins, **given)
+
+
+def _plan_cache(options: Namespace) -> Path | None:
+    """The folder that keeps what searches find. Raises InputError where none can be asked for."""
+    from autopar.devices import plans_folder
+
+    if options.no_cache:
+        if options.cache_dir:
+            raise InputError(f"--cache-dir {options.cache_dir} with --no-cache: leave out one")
+        return None
+    return Path(options.cache_dir) if options.cache_dir else plans_folder()
 
 
 def _cores() -> int:

@@ -33,10 +33,12 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.search import (
     Pins,
     Setting,
+    Store,
     check_backend,
     check_objective,
     make_plan,
     parse_pins,
+    remembered_plan,
     split_classes,
     working,
 )
@@ -75,7 +77,8 @@ class PlanOptions:
     to be within `gap` of the best, or at the time limit. It names the techniques that came next:
     those it met, or `top` of them, searched for. With `all_devices` the plan leaves no device out
     and keeps the order of the cluster's groups. Long searches are shared by `workers` processes,
-    where more than one; the plan does not depend on how many.
+    where more than one; the plan does not depend on how many. What was found before is taken from
+    the folder `cache_dir`, if there is one, and what is found is kept there.
     """
 
     global_batch: int | None = None
@@ -94,6 +97,7 @@ class PlanOptions:
     profile: Profile | None = None
     all_devices: bool = False
     workers: int = 1
+    cache_dir: Path | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +164,7 @@ def plan_captured(
 
 
 def _planned(captured: Captured, setting: Setting, progress: Progress) -> Planned:
-    plan = make_plan(setting, progress)
+    plan = remembered_plan(setting, lambda: make_plan(setting, progress))
     return with_collectives(
         Planned(captured=captured, chain=setting.chain, plan=plan, worked_out=setting.worked_out)
     )
@@ -200,6 +204,7 @@ def planning_setting(
         gap=options.gap,
         top=options.top,
         all_devices=options.all_devices,
+        store=None if options.cache_dir is None else Store.at(options.cache_dir),
     )
 
 

@@ -124,6 +124,11 @@ def profile_path() -> Path:
     return _cache_folder() / "profile.sqlite"
 
 
+def plans_folder() -> Path:
+    """The folder of what searches found."""
+    return _cache_folder() / "plans"
+
+
 def _nvidia_driver() -> str:
     """Version of the kernel's driver, where Linux tells."""
     try:

@@ -14,3 +14,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("distributed"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_others(monkeypatch, tmp_path_factory):
+    """A command finds nothing that another test, or the user, has searched for."""
+    monkeypatch.setattr("autopar.devices.plans_folder", lambda: tmp_path_factory.mktemp("plans"))

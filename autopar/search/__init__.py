@@ -5,17 +5,21 @@ from autopar.search.make import check_backend
 from autopar.search.objective import check_objective, make_plan
 from autopar.search.pins import Pins, parse_pins
 from autopar.search.planner import Progress
+from autopar.search.remembered import remembered_plan
 from autopar.search.setting import Setting
+from autopar.search.store import Store
 from autopar.search.team import working
 
 __all__ = [
     "Pins",
     "Progress",
     "Setting",
+    "Store",
     "check_backend",
     "check_objective",
     "make_plan",
     "parse_pins",
+    "remembered_plan",
     "split_classes",
     "working",
 ]

@@ -133,6 +133,7 @@ class ShardingProblems:
                 products=pricer.products(block),
                 backend=pricer.setting.backend,
                 time_limit_s=pricer.setting.time_limit_s,
+                store=pricer.setting.store,
             )
         return self._made[key]
 

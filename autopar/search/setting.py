@@ -21,6 +21,7 @@ from autopar.ir.placement import Layout
 from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
+from autopar.search.store import Store
 
 if TYPE_CHECKING:
     from autopar.search.team import Team
@@ -33,7 +34,8 @@ class Setting(GraphFacts):
     `objective` is what is least, see `search.objective`. `gap` ends the search once a plan is
     proven to be that close to the best, `top` has it go on until so many other techniques are
     solved too. With `all_devices` the plan uses each, in the given order. `execution` is what runs
-    the plan, `team` helps with searches that are long.
+    the plan, `team` helps with searches that are long, `store` has what others
+    found.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Setting(GraphFacts):
     top: int | None = None
     all_devices: bool = False
     team: Team | None = field(default=None, compare=False, repr=False)
+    store: Store | None = field(default=None, compare=False, repr=False)
 
     def on(self, cluster: Cluster) -> Setting:
         """The same on another cluster, keeping what is worked out about the graph."""

@@ -23,7 +23,8 @@ from autopar.plan.plan import NodeChoice
 from autopar.search.block import BlockSpace
 from autopar.search.node_costs import Times
 from autopar.search.prices import Prices
-from solvers.choice_family import ChoiceFamily
+from autopar.search.remembered import Family, choice_family
+from autopar.search.store import Store
 from solvers.choice_problem import ChoiceProblem, ChoiceSolution, Edge
 from solvers.solution import Status
 
@@ -244,7 +245,7 @@ class ShardingProblem:
     """The priced ILP of one block, to be solved for several upkeeps and prices of a byte.
 
     `kept` are the values, besides parameters, that an upkeep may count the bytes of; `products` the
-    ops whose weight gradients may be computed apart.
+    ops whose weight gradients may be computed apart. A `store` has what was solved before.
     """
 
     def __init__(
@@ -256,8 +257,10 @@ class ShardingProblem:
         products: Collection[str] = (),
         backend: str = "highs",
         time_limit_s: float = 120.0,
+        store: Store | None = None,
     ) -> None:
         self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
+        self._store = store
         self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
         if self._possible:
             self._builder = _Builder(space, prices, products)
@@ -266,13 +269,14 @@ class ShardingProblem:
             self._kept = [ref for ref in kept if ref in self._builder.option_layouts]
 
     @cached_property
-    def _family(self) -> ChoiceFamily:
+    def _family(self) -> Family:
         builder = self._builder
         builder.add_values()
-        return ChoiceFamily(
+        return choice_family(
             ChoiceProblem(node_costs=tuple(builder.node_costs), edges=tuple(builder.edges)),
             rates=[builder.held_bytes(ref) for ref in self._kept],
             fixed=[builder.option_layouts[Ref(s.name)][0] for s, _ in self.space.parameters],
+            store=self._store,
         )
 
     @property

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import autopar
-from autopar import devices
+from autopar import commands, devices
 from autopar.cli import COMMANDS, build_parser, main
 from autopar.costs.clusters import parse_cluster
 from autopar.errors import InfeasiblePlan, PlanMismatch, RuntimeFailure
@@ -71,6 +71,8 @@ class Options:
     gap: float = 0.0
     top: int | None = None
     backend: str = "highs"
+    workers: int = field(default=1, compare=False)
+    cache_dir: Path | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -166,6 +168,29 @@ def fails(result, status, message):
     assert result[2].startswith(f"autopar: {message}")
     assert "Traceback" not in result[2]
     return True
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "folder"),
+    [
+        ((), 5, "plans"),
+        (("--workers", "3", "--no-cache"), 3, None),
+        (("--workers", "1", "--cache-dir", "own"), 1, "own"),
+    ],
+)
+def test_workers_and_the_cache_are_those_at_hand_or_asked_for(
+    run, compiler, monkeypatch, given, workers, folder
+):
+    monkeypatch.setattr(commands.os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
+    monkeypatch.setattr(devices, "plans_folder", lambda: Path("plans"))
+    assert run("plan", "gpt_tiny", "--cluster", "local:4", *given)[0] == 0
+    options = compiler.calls[-1][-1]
+    assert (options.workers, options.cache_dir) == (workers, folder and Path(folder))
+
+
+def test_a_folder_and_no_cache_are_not_asked_for_together(run):
+    result = run("plan", "mlp", "--cluster", "local:4", "--no-cache", "--cache-dir", "own")
+    assert fails(result, 2, "--cache-dir own with --no-cache")
 
 
 def test_plan_prints_and_writes(run, compiler, sample_plan, tmp_path):
