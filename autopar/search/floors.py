@@ -6,7 +6,7 @@ have to gather weights, or cannot hold what they have to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from autopar.search.state import (
     UNSPLIT,
     ParameterState,
     ZeroChoice,
-    accumulation_bytes,
+    accumulated_numel,
+    accumulation_width,
     again_shares,
     gather_seconds,
     optimizer_seconds,
@@ -42,14 +43,23 @@ class Floor(NamedTuple):
     """The least that the parameters of a class take under one ZeRO choice, whatever their layouts.
 
     `held_bytes` all the time; a step `once_s`, and `early_s` that may hide behind compute; a
-    micro-batch `each_s`, and `gather_s` that may hide.
+    micro-batch `gather_s`, which may hide, and what adding `summed` elements of gradients takes.
     """
 
     held_bytes: float = 0.0
     once_s: float = 0.0
     early_s: float = 0.0
-    each_s: float = 0.0
     gather_s: float = 0.0
+    summed: float = 0.0
+
+
+class _Floors(NamedTuple):
+    """The floors of a class on a grid: for every ZeRO choice those of its parameters, by dtype;
+    bytes saved, and held for weight gradients that are computed later."""
+
+    choices: tuple[Mapping[str, Floor], ...]
+    saved_bytes: int
+    deferred_bytes: int
 
 
 @dataclass
@@ -57,43 +67,98 @@ class Floors:
     """The floors of the classes of one setting, each found once for all schedules of a grid."""
 
     pricer: Pricer
-    _found: dict[object, tuple[tuple[Floor, ...], int, int]] = field(default_factory=dict)
+    _found: dict[object, _Floors] = field(default_factory=dict)
+    _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
+    _parameters: dict[object, Floor] = field(default_factory=dict)
 
     def options(
         self, grid: Grid, class_index: int, least_s: float, device: int = 0
     ) -> tuple[BlockOption, ...]:
         """Options of which one is no worse in any respect than any real one, where no pass of both
         directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
-        floors, saved, deferred = self._of(grid, class_index)
+        choices, saved, deferred = self._of(grid, class_index)
         hidden = _hidden(self.pricer, grid)
         if grid.pipe.splits_backward:
             saved = max(saved, deferred)
-        options = [
-            BlockOption(
-                time_s=least_s + each.each_s + each.gather_s - hidden * min(each.gather_s, least_s),
-                # gradients may come as what is saved goes, once
-                static_bytes=max(0.0, each.held_bytes - saved),
-                saved_bytes=float(saved),
-                sync_s=each.once_s + (1.0 - hidden) * each.early_s,
-                device=device,
+        options = []
+        for by_dtype in choices:
+            each = Floor(*map(sum, zip(Floor(), *by_dtype.values(), strict=True)))
+            once_s = least_s + each.gather_s - hidden * min(each.gather_s, least_s)
+            options.append(
+                BlockOption(
+                    time_s=once_s + self._summed_s(grid, by_dtype),
+                    # gradients may come as what is saved goes, once
+                    static_bytes=max(0.0, each.held_bytes - saved),
+                    saved_bytes=float(saved),
+                    sync_s=each.once_s + (1.0 - hidden) * each.early_s,
+                    device=device,
+                )
             )
-            for each in floors
-        ]
         return tuple(dict.fromkeys(options))
 
-    def _of(self, grid: Grid, class_index: int) -> tuple[tuple[Floor, ...], int, int]:
+    def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
+        """Seconds to add up gradients in a micro-batch."""
+        widths = {
+            dtype: accumulation_width(self.pricer.setting, dtype, grid.micro_batches)
+            for dtype in by_dtype
+        }
+        moved = sum(widths[dtype] * each.summed for dtype, each in by_dtype.items())
+        return memory_s(moved, self.pricer.device, kernels=0)
+
+    def _of(self, grid: Grid, class_index: int) -> _Floors:
         key = (grid.base, class_index)
         if key not in self._found:
             pricer = self.pricer
             block = pricer.setting.chain.representative(class_index)
             space = pricer.space(block, pricer.block_mesh(grid, block))
-            choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
-            self._found[key] = (
-                tuple(_floor(pricer, grid, block, space, choice) for choice in choices),
+            self._found[key] = _Floors(
+                self._of_parameters(grid, block, space),
                 _saved_bytes(pricer, grid, block, space),
                 _deferred_bytes(pricer, grid, block, space),
             )
         return self._found[key]
+
+    def _of_parameters(
+        self, grid: Grid, block: Block, space: BlockSpace
+    ) -> tuple[Mapping[str, Floor], ...]:
+        """By ZeRO choice; micro-batches of any size and number above one have the same."""
+        key = (block.class_index, grid.mesh, grid.pipeline, grid.micro_batches > 1)
+        if key not in self._choices:
+            choices = zero_choices(self.pricer.prices(grid), self.pricer.setting.pins.zero)
+            self._choices[key] = tuple(
+                self._floor(grid, block, space, choice) for choice in choices
+            )
+        return self._choices[key]
+
+    def _floor(
+        self, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
+    ) -> Mapping[str, Floor]:
+        """Of all parameters of a block; those of several blocks under any choice that they may
+        have."""
+        pricer = self.pricer
+        prices, several = pricer.prices(grid), pricer.setting.shared_positions[block.class_index]
+        shared = shared_choices(zero_choices(prices, pricer.setting.pins.zero)) or (UNSPLIT,)
+        layouts = {source.name: offered for source, offered in space.parameters}
+        kept = pricer.kept_parameters(block)
+        on = (grid.mesh, grid.pipeline, grid.micro_batches > 1)
+        least: dict[str, Floor] = {}
+        for position, ref in enumerate(block.parameters):
+            source = pricer.setting.sources[ref.name]
+            choices = shared if position in several else (choice,)
+            offered, again = layouts[ref.name], ref in kept
+            alike = (source.spec, source.trainable, source.kind, offered, choices, again, on)
+            if alike not in self._parameters:
+                states = dict.fromkeys(
+                    parameter_state(source, layout, prices, each)
+                    for layout in offered
+                    for each in choices
+                )
+                floors = [_parameter_floor(pricer, grid, ref, state, again) for state in states]
+                self._parameters[alike] = Floor(*map(min, zip(*floors, strict=True)))
+            dtype = source.spec.dtype
+            both = least.get(dtype, Floor()), self._parameters[alike]
+            least[dtype] = Floor(*map(sum, zip(*both, strict=True)))
+        return least
 
 
 def _hidden(pricer: Pricer, grid: Grid) -> float:
@@ -103,39 +168,11 @@ def _hidden(pricer: Pricer, grid: Grid) -> float:
     return curve_of(pricer.device).hidden * (1.0 - cold_share(pricer.setting, grid.pipe.num_stages))
 
 
-def _floor(
-    pricer: Pricer, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
-) -> Floor:
-    """Of all parameters of a block; those of several blocks under any choice that they may have."""
-    prices, several = pricer.prices(grid), pricer.setting.shared_positions[block.class_index]
-    shared = shared_choices(zero_choices(prices, pricer.setting.pins.zero)) or (UNSPLIT,)
-    layouts = {source.name: offered for source, offered in space.parameters}
-    kept = pricer.kept_parameters(block)
-    least: list[Floor] = []
-    known: dict[object, Floor] = {}
-    for position, ref in enumerate(block.parameters):
-        source = pricer.setting.sources[ref.name]
-        choices = shared if position in several else (choice,)
-        offered, again = layouts[ref.name], ref in kept
-        alike = (source.spec, source.trainable, source.kind, offered, choices, again)
-        if alike not in known:
-            floors = [
-                _parameter_floor(
-                    pricer, grid, ref, parameter_state(source, layout, prices, each), again
-                )
-                for layout in offered
-                for each in choices
-            ]
-            known[alike] = Floor(*map(min, zip(*floors, strict=True)))
-        least.append(known[alike])
-    return Floor(*map(sum, zip(Floor(), *least, strict=True)))
-
-
 def _parameter_floor(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState, kept: bool
 ) -> Floor:
     source = pricer.setting.sources[ref.name]
-    gather_s = each_s = once_s = early_s = 0.0
+    gather_s = once_s = early_s = summed = 0.0
     if state.level == 3:
         passes = 1.0 + kept * min(again_shares(pricer.setting, grid))
         gather_s += passes * gather_seconds(pricer, grid, ref, state)
@@ -145,11 +182,10 @@ def _parameter_floor(
             early_s += seconds * ("early" in kinds)
             once_s += seconds * ("sync" in kinds and "early" not in kinds)
             gather_s += seconds * ("reduce" in kinds)
-        summed = accumulation_bytes(pricer, grid, ref, state)
-        each_s += memory_s(summed, pricer.device, kernels=0)
+        summed = float(accumulated_numel(pricer, grid, ref, state))
         once_s += optimizer_seconds(pricer, grid, ref, state)
     held = parameter_bytes(pricer, ref, state, pricer.prices(grid), grid)
-    return Floor(sum(held), once_s, early_s, each_s, gather_s)
+    return Floor(sum(held), once_s, early_s, gather_s, summed)
 
 
 def _saved_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import ceil, prod
 
 from autopar.ir.cluster import Axis
@@ -11,12 +12,13 @@ from autopar.ir.mesh import TENSOR, MeshAxis, batch_size, sized
 from autopar.search.pipelines import Pipeline
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Grid:
     """One point of the outer search: mesh of a stage, micro-batch per data rank, schedule.
 
     Where ranks of the pipeline have meshes of other sizes, `own` has those of each; the micro-batch
     is that of a data rank of `mesh`, and `at` tells what a rank of the pipeline sees.
+    Grids are the keys of all that is remembered, so what follows from one is worked out once.
     """
 
     pipeline: int
@@ -43,7 +45,18 @@ class Grid:
         first = sum(map(prod, self.own[:place]))
         return range(first, first + prod(self.own[place]))
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @cached_property
+    def _hash(self) -> int:
+        mesh = (self.pipeline, self.mesh, self.micro_batch, self.micro_batches)
+        return hash((*mesh, self.schedule, self.chunks, self.own))
+
+    @cached_property
     def pipe(self) -> Pipeline:
         """The schedule at its sizes."""
         return Pipeline(
@@ -53,12 +66,12 @@ class Grid:
             micro_batches=self.micro_batches,
         )
 
-    @property
+    @cached_property
     def base(self) -> Grid:
         """The grid without its schedule, on which no block's shardings depend."""
         return replace(self, schedule="", chunks=1)
 
-    @property
+    @cached_property
     def technique(self) -> tuple[object, ...]:
         """What makes a grid another answer, not the same one with another micro-batch."""
         return self.pipeline, self.mesh, self.own, self.schedule, self.chunks
@@ -67,40 +80,40 @@ class Grid:
         """Size of a mesh axis; 1 where the mesh has no such axis."""
         return next((axis.size for axis in self.mesh if axis.name == name), 1)
 
-    @property
+    @cached_property
     def tensor(self) -> int:
         """Tensor-parallel degree."""
         return self.degree(TENSOR)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the mesh axes."""
         return tuple(axis.name for axis in self.mesh)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the mesh axes."""
         return tuple(axis.size for axis in self.mesh)
 
-    @property
+    @cached_property
     def block_mesh(self) -> tuple[MeshAxis, ...]:
         """The mesh without the sizes of the axes that split samples, which no op's options depend
         on."""
         return tuple(replace(a, size=2) if a.splits_samples else a for a in self.mesh)
 
-    @property
+    @cached_property
     def batch_ranks(self) -> int:
         """Data-parallel degree: the ranks that the samples are split over."""
         return batch_size(self.names, self.sizes)
 
-    @property
+    @cached_property
     def communicators(self) -> int:
         """Groups that a rank is in: of every axis with several ranks, of neighbouring stages in
         either direction, and of all ranks."""
         several = sum(axis.size > 1 for axis in self.mesh) + 2 * (self.pipeline > 1)
         return several + 1 if several else 0
 
-    @property
+    @cached_property
     def stage_devices(self) -> int:
         """Devices of one stage."""
         return prod(self.sizes)

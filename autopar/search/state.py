@@ -193,8 +193,8 @@ def parameter_bytes(
         )
         for layout in (state.layout, state.stored or state.layout)
     )
-    accumulates = _accumulates(pricer.setting, grid, state.level)
-    return zero_bytes(whole, shard, state.level, accumulates=accumulates)
+    several = accumulates(pricer.setting, grid, state.level)
+    return zero_bytes(whole, shard, state.level, accumulates=several)
 
 
 def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
@@ -220,7 +220,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
             if state.level >= 2:
                 whole = ParameterState(layout=state.layout)
                 gradient = parameter_bytes(pricer, ref, whole, prices, grid).gradients
-                if not _accumulates(setting, grid, state.level):
+                if not accumulates(setting, grid, state.level):
                     unreduced += gradient
                 elif state.level == 3:
                     sent = max(sent, gradient)
@@ -256,20 +256,29 @@ def sync_kinds(setting: Setting, level: int, op: CollectiveOp) -> tuple[str, ...
     return ("sync", "early") if level in execution.early_sync else ("sync",)
 
 
-def _accumulates(setting: Setting, grid: Grid, level: int) -> bool:
+def accumulates(setting: Setting, grid: Grid, level: int) -> bool:
     """Whether whole gradients of several micro-batches add up before they are reduced."""
     return grid.micro_batches > 1 and level not in setting.execution.reduces_each
 
 
 def accumulation_bytes(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
     """Bytes moved per micro-batch to add a parameter's gradient to the sum of those before."""
-    setting, prices = pricer.setting, pricer.prices(grid)
-    dtype = setting.sources[ref.name].spec.dtype
-    whole = state.level < 2 or _accumulates(setting, grid, state.level)
-    layout = state.layout if whole else state.stored or state.layout
+    dtype = pricer.setting.sources[ref.name].spec.dtype
+    each = accumulation_width(pricer.setting, dtype, grid.micro_batches)
+    return each * accumulated_numel(pricer, grid, ref, state)
+
+
+def accumulation_width(setting: Setting, dtype: str, micro_batches: int) -> float:
+    """The same per element of a gradient of a parameter of a dtype."""
     wide = DTYPE_BYTES[grad_dtype(setting.training.precision, dtype)]
-    each = setting.execution.accumulation_bytes(DTYPE_BYTES[dtype], wide, grid.micro_batches)
-    return each * prod(prices.local_shape(ref, layout))
+    return setting.execution.accumulation_bytes(DTYPE_BYTES[dtype], wide, micro_batches)
+
+
+def accumulated_numel(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> int:
+    """Elements of the sum that a parameter's gradients add up in."""
+    whole = state.level < 2 or accumulates(pricer.setting, grid, state.level)
+    layout = state.layout if whole else state.stored or state.layout
+    return prod(pricer.prices(grid).local_shape(ref, layout))
 
 
 def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
@@ -377,7 +386,5 @@ def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
     )
     whole = setting.whole_state
     shard = StateBytes(*(part // degree for part in whole))
-    least = zero_bytes(
-        whole, shard, most.level, accumulates=_accumulates(setting, grid, most.level)
-    )
+    least = zero_bytes(whole, shard, most.level, accumulates=accumulates(setting, grid, most.level))
     return sum(least) / grid.tensor
