@@ -193,6 +193,7 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     """Solve exactly, into `run`, and return the arcs as they are priced then; None where there is
     no partition, or none that beats the incumbent. Raises OutOfTime, with `run` up to date."""
     table, search = graph.table, graph.search
+    _narrow(run, graph)
     arcs = table.arcs()
     path = search.search(arcs)
     for _ in range(_LAZY_ROUNDS):
@@ -221,6 +222,17 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     return arcs
 
 
+def _narrow(run: _Run, graph: ArcGraph) -> None:
+    """In a long chain, offer arcs of about equal time, and leave out those that are too long for
+    any partition as good."""
+    if graph.even:
+        path = Path(positions=graph.even, ways=(0,) * (len(graph.even) - 1), objective=math.inf)
+        graph.table.price(graph.table.arcs_of(path))
+        _offer(run, graph, path)
+        if run.incumbent is not None:
+            graph.search.narrow(graph.longest(run.objective))
+
+
 def _tried(run: _Run) -> PartitionSolution:
     """The least of all partitions, of which there are few."""
     found = best_of_all(run.problem)
@@ -237,6 +249,8 @@ def _by_rank(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
     """Stages that share ranks, rank by rank: the best of all ways to lay the cuts out."""
     left = math.inf
     try:
+        for graph in graphs:
+            _narrow(run, graph)
         paths = [graph.search.search(graph.table.arcs()) for graph in graphs]
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")

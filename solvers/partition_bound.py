@@ -14,6 +14,7 @@ from solvers.solution import CAPACITY_TOLERANCE
 
 _ROUNDING = 1e-12
 _HALVINGS = 40
+_EXACT = 1e-11
 
 
 def lower_bound(problem: PartitionProblem) -> float:
@@ -127,12 +128,15 @@ def _least_longest(problem: PartitionProblem) -> float:
         return max(math.fsum(times[k] for k in held) for held in problem.rank_stages())
     if problem.shares_ranks:
         return _least_load([least[kind] for kind in problem.blocks], len(problem.rank_stages()))
-    low = max(sums[-1] / problem.num_stages, *(least[kind] for kind in problem.blocks))
-    low *= 1 - _ROUNDING
-    high = sums[-1]
+    largest = max(least[kind] for kind in set(problem.blocks))
+    low = max(sums[-1] / problem.num_stages, largest) * (1 - _ROUNDING)
+    # Filled one after the other, no stage passes the mean by more than its last block.
+    high = min(sums[-1], (sums[-1] / problem.num_stages + largest) * (1 + _ROUNDING))
     if _reach(sums, low * (1 + _ROUNDING), problem.num_stages) == len(problem.blocks):
         return low
     for _ in range(_HALVINGS):
+        if high - low <= _EXACT * high:
+            break
         middle = (low + high) / 2
         if _reach(sums, middle, problem.num_stages) == len(problem.blocks):
             high = middle

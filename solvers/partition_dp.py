@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +24,38 @@ from solvers.partition_problem import PartitionProblem
 
 _SLACK = 1e-12
 
+Box = tuple[slice, slice]
+"""Where arcs start and end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxed:
+    """Costs [start, end] of the arcs in a box alone; asked for by the same indices as all would."""
+
+    own: Array
+    box: Box
+
+    def __getitem__(self, at: tuple[slice, slice] | tuple[int, int]) -> Any:
+        return self.own[tuple(map(_moved, at, self.box))]
+
+
+def _moved(at: slice | int, side: slice) -> slice | int:
+    if isinstance(at, slice):
+        return slice(at.start - side.start, at.stop - side.start)
+    return at - int(side.start)
+
+
+Costs = Sequence[Array] | Sequence[Boxed]
+"""Per kind of stage, costs [start, end] of arcs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArcCosts:
     """Time and sync of arcs, per kind of stage: arrays [ways, composition]; inf = no such way.
 
     `run[start, end]` is the composition of an arc; per kind, `boundary_s[start, end]` is the cost
-    of its cuts and `allowed` says which arcs there are.
+    of its cuts, `allowed` says which arcs there are, and `box` where they start and end, outside
+    which nothing is computed.
     """
 
     time: list[Array]
@@ -37,31 +63,42 @@ class ArcCosts:
     run: NDArray[np.intp]
     boundary_s: list[Array]
     allowed: list[NDArray[np.bool_]]
+    box: list[Box]
     boundary_in_max: bool = True
 
-    def least_time(self, sync_limit: float = math.inf) -> list[Array]:
+    def least_time(self, sync_limit: float = math.inf) -> list[Boxed]:
         """Per kind, the least time [start, end] of the ways within a sync limit."""
-        least = []
-        each = zip(self.time, self.sync, self.allowed, self.boundary_s, strict=True)
-        for time_s, sync_s, allowed, boundary_s in each:
-            of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run]
-            least.append(np.where(allowed, of_run + boundary_s, np.inf))
+        least: list[Boxed] = []
+        each = zip(self.time, self.sync, self.allowed, self.boundary_s, self.box, strict=True)
+        for time_s, sync_s, allowed, boundary_s, box in each:
+            of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run[box]]
+            own = np.where(allowed[box], of_run + boundary_s[box], np.inf)
+            least.append(Boxed(own, box))
         return least
 
-    def tops(self, costs: Sequence[Array]) -> list[Array]:
+    def within(self, costs: Sequence[Boxed], tops: Sequence[Boxed], limit: float) -> list[Boxed]:
+        """The costs of arcs whose times towards the bottleneck are within a limit, else inf."""
+        return [
+            Boxed(np.where(top.own <= limit, cost.own, np.inf), cost.box)
+            for cost, top in zip(costs, tops, strict=True)
+        ]
+
+    def tops(self, costs: Sequence[Boxed]) -> list[Boxed]:
         """What times count towards the bottleneck."""
-        return [self.top(c, cuts) for c, cuts in zip(costs, self.boundary_s, strict=True)]
+        each = zip(costs, self.boundary_s, strict=True)
+        return [Boxed(self.top(c.own, cuts[c.box]), c.box) for c, cuts in each]
 
     def top(self, time_s: Array, cuts_s: Array) -> Array:
         """All of a time; where cuts take theirs beside the blocks, what is longer of both."""
         return time_s if self.boundary_in_max else np.maximum(time_s - cuts_s, cuts_s)
 
-    def least_sync(self) -> list[Array]:
+    def least_sync(self) -> list[Boxed]:
         """Per kind, the least sync [start, end] of any way."""
-        least = []
-        for time_s, sync_s, allowed in zip(self.time, self.sync, self.allowed, strict=True):
-            of_run = np.where(np.isfinite(time_s), sync_s, np.inf).min(axis=0)[self.run]
-            least.append(np.where(allowed, of_run, np.inf))
+        least: list[Boxed] = []
+        each = zip(self.time, self.sync, self.allowed, self.box, strict=True)
+        for time_s, sync_s, allowed, box in each:
+            of_run = np.where(np.isfinite(time_s), sync_s, np.inf).min(axis=0)[self.run[box]]
+            least.append(Boxed(np.where(allowed[box], of_run, np.inf), box))
         return least
 
     def fastest(self, kind: int, start: int, end: int, sync_limit: float) -> tuple[int, float]:
@@ -120,18 +157,38 @@ class ChainSearch:
             last=last,
         )
 
-    def window(self, stage: int) -> tuple[slice, slice]:
+    def narrow(self, longest: int) -> None:
+        """Leave out stages of more than `longest` blocks, as far as that tells where stages may
+        start and end; nothing where no path would be left."""
+        stages, length = len(self.kind_of_stage), self.length
+        first = [max(f, length - (stages - k) * longest) for k, f in enumerate(self.first)]
+        last = [min(f, k * longest) for k, f in enumerate(self.last)]
+        if all(low <= high for low, high in zip(first, last, strict=True)):
+            self.first, self.last = first, last
+
+    def boxes(self) -> list[Box]:
+        """Per kind of stage, where one may start and end."""
+        at: dict[int, list[int]] = {}
+        for stage, kind in enumerate(self.kind_of_stage):
+            at.setdefault(kind, []).append(stage)
+
+        def side(stages: Sequence[int]) -> slice:
+            return slice(min(self.first[k] for k in stages), max(self.last[k] for k in stages) + 1)
+
+        return [(side(at[kind]), side([k + 1 for k in at[kind]])) for kind in sorted(at)]
+
+    def window(self, stage: int) -> Box:
         """Where a stage may start and end."""
         return (
             slice(self.first[stage], self.last[stage] + 1),
             slice(self.first[stage + 1], self.last[stage + 1] + 1),
         )
 
-    def forward(self, costs: Sequence[Array], *, bottleneck: bool = False) -> list[Array]:
+    def forward(self, costs: Costs, *, bottleneck: bool = False) -> list[Array]:
         """Least sum (or max) of costs [start, end] to each position after each stage."""
         return self._forward(costs, bottleneck=bottleneck)[0]
 
-    def backward(self, costs: Sequence[Array]) -> list[Array]:
+    def backward(self, costs: Costs) -> list[Array]:
         """Least sum of costs from each position before each stage to the end."""
         reach = np.full(self.length + 1, np.inf)
         reach[self.length] = 0.0
@@ -144,9 +201,7 @@ class ChainSearch:
             reaches.append(before)
         return reaches[::-1]
 
-    def _forward(
-        self, costs: Sequence[Array], *, bottleneck: bool
-    ) -> tuple[list[Array], list[Array]]:
+    def _forward(self, costs: Costs, *, bottleneck: bool) -> tuple[list[Array], list[Array]]:
         if time.perf_counter() > self.deadline:
             raise OutOfTime
         reach = np.full(self.length + 1, np.inf)
@@ -163,7 +218,7 @@ class ChainSearch:
             origins.append(origin)
         return reaches, origins
 
-    def shortest(self, costs: Sequence[Array]) -> tuple[float, tuple[int, ...]] | None:
+    def shortest(self, costs: Costs) -> tuple[float, tuple[int, ...]] | None:
         """The least sum of costs, and its positions; None if no path."""
         reaches, origins = self._forward(costs, bottleneck=False)
         total = float(reaches[-1][self.length])
@@ -175,7 +230,7 @@ class ChainSearch:
             positions.append(int(origin) + self.first[stage])
         return total, tuple(reversed(positions))
 
-    def least_bottleneck(self, costs: Sequence[Array]) -> float:
+    def least_bottleneck(self, costs: Costs) -> float:
         """The least possible maximum of costs; inf if no path."""
         return float(self.forward(costs, bottleneck=True)[-1][self.length])
 
@@ -208,7 +263,7 @@ class ChainSearch:
         return tuple(way for way, _ in found), max(sync for _, sync in found)
 
     def _sum_and_max(
-        self, arcs: ArcCosts, costs: Sequence[Array], cutoff: float
+        self, arcs: ArcCosts, costs: Sequence[Boxed], cutoff: float
     ) -> tuple[tuple[int, ...], float] | None:
         """The path of least sum + weight * max below `cutoff`, with its value."""
         tops = arcs.tops(costs)
@@ -220,8 +275,7 @@ class ChainSearch:
         limits = [floor, math.inf]  # the tightest limit first: it often gives the optimum
         while limits:
             limit = limits.pop(0)
-            within = [np.where(t <= limit, c, np.inf) for c, t in zip(costs, tops, strict=True)]
-            found = self.shortest(within)
+            found = self.shortest(arcs.within(costs, tops, limit))
             if found is None:
                 continue
             total, positions = found
@@ -237,7 +291,7 @@ class ChainSearch:
                 limits.append(limit)
         return None if best is None else (best, value)
 
-    def _largest(self, costs: Sequence[Array], positions: tuple[int, ...]) -> float:
+    def _largest(self, costs: Costs, positions: tuple[int, ...]) -> float:
         return max(
             float(costs[kind][positions[stage], positions[stage + 1]])
             for stage, kind in enumerate(self.kind_of_stage)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from solvers.partition_dp import ChainSearch
+from solvers.partition_even import LONG, even_positions, longest_stage
 from solvers.partition_pricing import Pricer
 from solvers.partition_problem import PartitionProblem
 from solvers.partition_table import PriceTable
@@ -22,11 +24,18 @@ Partition = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArcGraph:
-    """What prices arcs, what finds paths, and which partition a path with its ways stands for."""
+    """What prices arcs, what finds paths, and which partition a path with its ways stands for.
+
+    Where positions are many numbers of blocks, `even` are those of arcs of about equal time, else
+    empty, and `longest` tells from an objective how many blocks an arc has at the most in a
+    partition that is as good.
+    """
 
     table: PriceTable
     search: ChainSearch
     partition: Callable[[tuple[int, ...], Ways], Partition]
+    even: tuple[int, ...]
+    longest: Callable[[float], int]
 
     def least_lacking(self) -> tuple[float, Partition]:
         """The fewest bytes in total that arcs lack, and the partition that does."""
@@ -68,8 +77,10 @@ def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
     """Arcs are stages, positions are cuts. Times have `sum_weight` in them."""
     pricer = Pricer.of(problem, deadline)
     position = np.arange(len(problem.blocks) + 1)
+    search = ChainSearch.of(problem, pricer.kind_of_stage, deadline)
     table = PriceTable(
         pricer,
+        search,
         boundary_s=pricer.boundary_s(problem),
         is_run=position[None, :] - position[:, None] >= problem.min_blocks,
         boundary_in_max=problem.boundary_in_max,
@@ -79,8 +90,14 @@ def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
         cuts = positions[1:-1]
         return cuts, in_order(problem, cuts, ways)
 
-    search = ChainSearch.of(problem, pricer.kind_of_stage, deadline)
-    return ArcGraph(table=table, search=search, partition=partition)
+    long = len(problem.blocks) >= LONG and problem.fixed_cuts is None
+    return ArcGraph(
+        table=table,
+        search=search,
+        partition=partition,
+        even=even_positions(problem) if long else (),
+        longest=partial(longest_stage, problem),
+    )
 
 
 def in_order(

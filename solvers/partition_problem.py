@@ -171,8 +171,9 @@ class PartitionProblem:
     def _check_blocks(self) -> None:
         if not self.blocks:
             raise ValueError("blocks: expected at least one, found none")
-        for index, kind in enumerate(self.blocks):
+        for kind in sorted(set(self.blocks)):
             if not 0 <= kind < len(self.classes):
+                index = self.blocks.index(kind)
                 raise ValueError(f"blocks[{index}]: no class {kind} among {len(self.classes)}")
         for index, options in enumerate(self.classes):
             if not options:
@@ -271,6 +272,6 @@ class PartitionSolution(Solution):
 
 
 def _check_numbers(name: str, values: tuple[float, ...]) -> None:
-    for value in values:
+    for value in dict.fromkeys(values):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}: expected finite numbers from 0, found {value}")

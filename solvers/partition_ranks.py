@@ -19,10 +19,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from solvers.partition_dp import ChainSearch
+from solvers.partition_even import LONG, longest_stage
 from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
 from solvers.partition_pricing import Pricer, StageKind
@@ -217,9 +219,6 @@ class _Ranks:
             deadline=deadline,
         )
         cuts_s = [np.broadcast_to(np.float64(rank.cuts_s), is_run.shape) for rank in kinds]
-        table = PriceTable(
-            pricer, boundary_s=cuts_s, is_run=is_run, boundary_in_max=problem.boundary_in_max
-        )
         last = layout.states - 1
         search = ChainSearch(
             kind_of_stage=kind_of_rank,
@@ -228,11 +227,25 @@ class _Ranks:
             first=[0] * len(ranks) + [last],
             last=[0] + [last] * len(ranks),
         )
+        table = PriceTable(
+            pricer,
+            search,
+            boundary_s=cuts_s,
+            is_run=is_run,
+            boundary_in_max=problem.boundary_in_max,
+        )
 
         def partition(positions: tuple[int, ...], ways: Ways) -> Partition:
             return self._partition(layout, ranks, ways)
 
-        return ArcGraph(table=table, search=search, partition=partition)
+        long = len(layout.spare) == 1 and last >= LONG
+        return ArcGraph(
+            table=table,
+            search=search,
+            partition=partition,
+            even=tuple(k * last // len(ranks) for k in range(len(ranks) + 1)) if long else (),
+            longest=partial(longest_stage, problem),
+        )
 
     def _ranks(self, layout: _Layout) -> list[_Rank]:
         """All ranks, those with fewer sure blocks than others with some that stand for none."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.partition_dp import ChainSearch
+from solvers.partition_dp import Boxed, ChainSearch
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE, Conflict
@@ -188,17 +188,19 @@ class _Relaxed:
 
     def costs(
         self, price: float, *, time_weight: float, cut_weight: float, sync_weight: float
-    ) -> list[Array]:
+    ) -> list[Boxed]:
         """Per kind of stage, the cost [start, end] of its cheapest way."""
-        found = []
-        for kind, boundary_s in zip(self.pricer.kinds, self.boundary, strict=True):
+        found: list[Boxed] = []
+        each = zip(self.pricer.kinds, self.boundary, self.search.boxes(), strict=True)
+        for kind, boundary_s, box in each:
             least = []
             for c in self.pricer.classes[kind.device]:
                 cost = time_weight * kind.scale * c.time + sync_weight * c.sync
                 own = (cost + price * c.used(kind.in_flight))[c.device == kind.device]
                 least.append(float(own.min()) if len(own) else 0.0)  # 0: no block of the class
-            of_run = (self.pricer.compositions @ np.array(least))[self.pricer.run]
-            found.append(np.where(self.is_run, of_run + cut_weight * boundary_s, np.inf))
+            of_run = (self.pricer.compositions @ np.array(least))[self.pricer.run[box]]
+            own = np.where(self.is_run[box], of_run + cut_weight * boundary_s[box], np.inf)
+            found.append(Boxed(own, box))
         return found
 
 

@@ -20,12 +20,13 @@ class PriceTable:
     def __init__(
         self,
         pricer: Pricer,
+        search: ChainSearch,
         *,
         boundary_s: list[Array],
         is_run: NDArray[np.bool_],
         boundary_in_max: bool,
     ) -> None:
-        self.pricer = pricer
+        self.pricer, self.search = pricer, search
         kinds = range(len(pricer.kinds))
         self.time = [pricer.lower_time(kind)[None, :] for kind in kinds]
         self.sync = [
@@ -50,6 +51,7 @@ class PriceTable:
             boundary_s=self.boundary_s,
             boundary_in_max=self.boundary_in_max,
             allowed=allowed or [self.is_run] * len(self.time),
+            box=self.search.boxes(),
         )
 
     def arcs_of(self, path: Path) -> list[tuple[int, int]]:
@@ -103,11 +105,14 @@ class PriceTable:
         before, after = search.forward(least), search.backward(least)
         kept = []
         for stage, kind in enumerate(self.pricer.kind_of_stage):
-            own, sync = least[kind], least_sync[kind]
-            longest = np.maximum(np.where(np.isfinite(own), tops[kind], 0.0), floor)
-            bound = before[stage][:, None] + own + after[stage + 1][None, :]
+            window = starts, ends = search.window(stage)
+            own, sync = least[kind][window], least_sync[kind][window]
+            longest = np.maximum(np.where(np.isfinite(own), tops[kind][window], 0.0), floor)
+            bound = before[stage][starts, None] + own + after[stage + 1][None, ends]
             bound = bound + search.weight * longest + np.maximum(sync, sync_floor)
-            kept.append(np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK)))
+            mask = np.zeros(arcs.run.shape, dtype=bool)
+            mask[window] = np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK))
+            kept.append(mask)
         return kept
 
     def ways(self, path: Path) -> list[list[tuple[int, int]]]:
