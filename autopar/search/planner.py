@@ -26,7 +26,15 @@ from autopar.search.infeasible import (
 from autopar.search.options import ClassOption, class_options
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
-from autopar.search.seen import TIE, Entry, Seen, first_question, next_entries, next_question
+from autopar.search.seen import (
+    TIE,
+    Entry,
+    Seen,
+    first_question,
+    next_entries,
+    next_question,
+    pop_quick,
+)
 from autopar.search.setting import Setting
 from autopar.search.sharding import Upkeep, sync_shares_s
 from autopar.search.stages import Staged, at_least, partition_problem, solve_stages
@@ -56,6 +64,9 @@ Fixed = tuple[Mapping[str, Layout], ...]
 """How the parameters lie that several blocks read, for every spot of a grid."""
 
 _MOST_FIXINGS = 8
+
+_LEAST_S = 2.0
+"""Seconds that a solver may take even when the time is up."""
 
 Problem = tuple[dict[int, tuple[ClassOption, ...]], PartitionProblem]
 """The options of every class, and the partition problem that they make."""
@@ -95,6 +106,7 @@ class Planner:
     bounds: Bounds = field(init=False)
     ahead: Ahead = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
+    _deadline: float = inf
 
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.setting)
@@ -119,35 +131,44 @@ class Planner:
     def search_below(self, ceiling_s: float, time_limit_s: float) -> Found | float:
         """The same within a time, of plans whose objective is below `ceiling_s`; where there is
         none, what all are known to take at the least."""
-        deadline = time.monotonic() + time_limit_s
+        self._deadline = time.monotonic() + time_limit_s
         candidates = grids(self.setting)
         self._check_pins(candidates)
         if self.setting.team is not None:
             self.ahead.helpers = self.setting.team.helpers(self.setting, len(candidates))
         seen = Seen(total=len(candidates), top=self.setting.top or 0, ceiling_s=ceiling_s)
-        self._drain(self._heap(candidates), seen, deadline)
+        self._drain(self._heap(candidates), seen)
         if seen.best is None and ceiling_s < inf:
             return min([seen.left_s, ceiling_s, *map(self._left_s, seen.unfit)])
         if seen.best is None:
             raise NothingFits(explain_infeasible(self.pricer, seen.unfit))
         return self._found(seen)
 
-    def _drain(self, queue: list[Entry], seen: Seen, deadline: float) -> None:
-        """Look at grids, those first that promise most, until none left can be better."""
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def _drain(self, queue: list[Entry], seen: Seen) -> None:
+        """Look at grids, those first that promise most, until none left can be better.
+
+        Once the time is up the best plan will do; where there is none, the first that is found of
+        the grids that are quick to solve.
+        """
         while queue:
-            entry = heapq.heappop(queue)
+            late = self._late
+            entry = pop_quick(queue) if late and not seen.compares else heapq.heappop(queue)
             bound, grid = entry.bound, entry.grid
             if seen.compares and bound >= seen.limit_s:
                 continue
             if bound == inf and (seen.compares or len(seen.unfit) >= _HOPELESS):
                 return
-            late = time.monotonic() > deadline
             if seen.compares and (late or seen.in_vain >= PATIENCE):
                 seen.timed_out = late
                 seen.leave([entry, *queue])
                 return
             self.progress("searching grids", seen.looked_at / seen.total)
-            if entry.sharpness < Sharpness.SCHEDULED and bound < inf:
+            enough = Sharpness.HELD if late else Sharpness.SCHEDULED
+            if entry.sharpness < enough and bound < inf:
                 # With a sharper bound the grid may stand further back.
                 heapq.heappush(queue, self._sharper(entry))
                 self._look_ahead(queue, seen)
@@ -158,6 +179,9 @@ class Planner:
             for staged in self._solve(grid, seen):
                 seen.add(staged)
                 solved = True
+                if late and seen.compares:
+                    seen.left_s = min(seen.left_s, bound)
+                    break
             seen.in_vain += solved and seen.best is best
             if solved and seen.ends_search(queue, self.setting.gap):
                 seen.close_enough = True
@@ -169,8 +193,7 @@ class Planner:
         self.progress("proving the stages", None)
         best = seen.best
         assert best is not None
-        proof = solve_stages(self.pricer, best.grid, best.options, best.problem, certify=True)
-        chosen = proof if proof.solution.status.has_solution else best
+        chosen = best if seen.timed_out else self._proven(best)
         chosen = at_least(chosen, best.solution.bound)
         others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not best]
         left_s = min([seen.left_s, *map(self._left_s, others)])
@@ -188,6 +211,24 @@ class Planner:
             gave_up=seen.unsolved > 0 and not (seen.timed_out or seen.close_enough),
             close_enough=seen.close_enough,
         )
+
+    def _proven(self, best: Staged) -> Staged:
+        """The same as an engine proves it, where it can in time."""
+        time_limit_s = self._time_left_s()
+        proof = solve_stages(
+            self.pricer,
+            best.grid,
+            best.options,
+            best.problem,
+            certify=True,
+            time_limit_s=time_limit_s,
+        )
+        return proof if proof.solution.status.has_solution else best
+
+    def _time_left_s(self) -> float:
+        """What a solver may take: the time that is left, and a little where there is none."""
+        limit_s = self.setting.time_limit_s
+        return min(limit_s, max(self._deadline - time.monotonic(), _LEAST_S))
 
     def _left_s(self, staged: Staged) -> float:
         """What a grid whose solver ran out of time may still be found to take; inf if proven."""
@@ -208,13 +249,16 @@ class Planner:
             raise InfeasiblePlan(message)
 
     def _heap(self, candidates: Sequence[Grid]) -> list[Entry]:
-        """A heap of grids by what they promise; of equals, simpler ones come first."""
+        """A heap of grids by what they promise; of equals, simpler ones come first. Those that
+        there is no time to bound promise nothing."""
         queue: list[Entry] = []
         self.ahead.expect(map(first_question, candidates))
         for position, grid in enumerate(candidates):
             self.progress("bounding grids", position / len(candidates))
             place = (grid.pipeline, grid.tensor, grid.sizes, position)
-            bound, upkeep_s = cast(Computed, self.ahead.get(first_question(grid)))
+            bound, upkeep_s = 0.0, inf
+            if not self._late:
+                bound, upkeep_s = cast(Computed, self.ahead.get(first_question(grid)))
             queue.append(Entry(bound + upkeep_s, place, bound, Sharpness.COMPUTE, grid))
         heapq.heapify(queue)
         return queue
@@ -241,7 +285,14 @@ class Planner:
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
             if seen.compares and bound >= seen.limit_s:
                 return
-            staged = solve_stages(self.pricer, grid, options, problem, limit_s=seen.limit_s)
+            staged = solve_stages(
+                self.pricer,
+                grid,
+                options,
+                problem,
+                limit_s=seen.limit_s,
+                time_limit_s=self._time_left_s(),
+            )
             yield at_least(staged, bound)
 
     def problems(self, grid: Grid) -> Problems:

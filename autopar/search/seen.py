@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from autopar.ir.mesh import CONTEXT
 from autopar.search.ahead import Question
 from autopar.search.bounds import Sharpness
 from autopar.search.grid import Grid
@@ -33,6 +34,20 @@ class Entry(NamedTuple):
     bound: float
     sharpness: Sharpness
     grid: Grid
+
+
+def pop_quick(queue: list[Entry]) -> Entry:
+    """Take the grid out of a heap that is quick to solve, of such the one that promises most: with
+    a stage a rank and no context axis."""
+
+    def dear(entry: Entry) -> tuple[bool, bool, Entry]:
+        grid = entry.grid
+        return entry.bound == inf, grid.chunks > 1 or grid.degree(CONTEXT) > 1, entry
+
+    entry = min(queue, key=dear)
+    queue.remove(entry)
+    heapq.heapify(queue)
+    return entry
 
 
 @dataclass

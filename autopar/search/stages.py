@@ -261,10 +261,13 @@ def solve_stages(
     *,
     certify: bool = False,
     limit_s: float = inf,
+    time_limit_s: float | None = None,
 ) -> Staged:
     """Cut the chain into the stages of a grid, one option per block; `certify` has an engine
-    prove the answer. A grid that provably takes `limit_s` or more may be left without one."""
-    solution = _solution(pricer, problem, certify, limit_s)
+    prove the answer. A grid that provably takes `limit_s` or more may be left without one.
+    `time_limit_s` is a solver's, by default that of the setting."""
+    time_limit_s = pricer.setting.time_limit_s if time_limit_s is None else time_limit_s
+    solution = _solution(pricer, problem, certify, limit_s, time_limit_s)
     bound = solution.bound
     for last in (False, False, True):
         fuller = _fuller(grid, problem, solution)
@@ -272,13 +275,13 @@ def solve_stages(
             break
         # The first problem leaves moments of a rank out, so its bound holds for every plan.
         problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
-        solution = _bounded(_solution(pricer, problem, certify, limit_s), bound)
+        solution = _bounded(_solution(pricer, problem, certify, limit_s, time_limit_s), bound)
     for _ in range(_FITTINGS):
         heavier = _heavier(pricer, grid, options, problem, solution)
         if heavier is None:
             break
         problem = heavier
-        solution = _bounded(_solution(pricer, problem, certify, limit_s), bound)
+        solution = _bounded(_solution(pricer, problem, certify, limit_s, time_limit_s), bound)
     return Staged(grid=grid, options=options, problem=problem, solution=solution)
 
 
@@ -359,14 +362,18 @@ def _heavier(
 
 
 def _solution(
-    pricer: Pricer, problem: PartitionProblem, certify: bool, limit_s: float
+    pricer: Pricer,
+    problem: PartitionProblem,
+    certify: bool,
+    limit_s: float,
+    time_limit_s: float,
 ) -> PartitionSolution:
     setting = pricer.setting
     return solve_partition(
         problem,
         method="ilp" if certify else "dp",
         backend=setting.backend,
-        time_limit_s=setting.time_limit_s,
+        time_limit_s=time_limit_s,
         cutoff=limit_s,
     )
 
