@@ -188,7 +188,14 @@ def elimination_order(
     """Greedy: the smallest table next, those of the nodes in `last` after all others. None where a
     table would be too large."""
     size = {node: len(core.options[node]) for node in nodes}
-    links = {node: set(core.edges[node]) for node in nodes}
+    return greedy_order(size, {node: set(core.edges[node]) for node in nodes}, last)
+
+
+def greedy_order(
+    size: Mapping[int, int], links: dict[int, set[int]], last: Collection[int] = ()
+) -> list[int] | None:
+    """The same of nodes of a `size`, and of those that each has a cost with, its `links`, which are
+    used up."""
     table = {node: math.prod(size[m] for m in around) for node, around in links.items()}
     heap = [(node in last, entries, node) for node, entries in table.items()]
     heapq.heapify(heap)

@@ -118,7 +118,7 @@ class Bounds:
             first, *others = self.pricer.places.spots(grid)
             spots = [first, *(spot for spot in others if grid.own)]
             weight = max(
-                self.problems.at(home).bounding(own, c.index).most_weight
+                self.problems.at(home).of(own, c.index).most_weight
                 for home, own in spots
                 for c in classes
             )
@@ -281,4 +281,4 @@ class Bounds:
 
     def _least(self, class_index: int, grid: Grid, home: Home) -> float:
         """Time of a class's block with every op at its fastest and values moved for free."""
-        return self.problems.at(home).bounding(grid, class_index).least_s
+        return self.problems.at(home).of(grid, class_index).least_s

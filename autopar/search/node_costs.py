@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import OpNode, Ref
-from autopar.ir.mesh import BATCH_AXES, batch_size
+from autopar.ir.mesh import batch_count, batch_size
 from autopar.ir.placement import ByExpert, Layout, Shard
+from autopar.ir.size import Shape
 from autopar.search.block import Option
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class NodeCosts:
     def compute(self, node: OpNode, options: Sequence[Option], prices: Prices) -> Times:
         """Seconds of the node alone, both passes."""
         kinds = self._of(node, options, prices)
-        samples = sum(name in BATCH_AXES for name in prices.names)
+        samples = batch_count(prices.names)
         ranks = batch_size(prices.names, prices.sizes)
         sizes = prices.sizes if kinds.sized or prices.batch % ranks else prices.sizes[samples:]
         batch = prices.batch // ranks
@@ -69,6 +70,15 @@ class NodeCosts:
         for index in found:
             times[index] = prices.inner_s(node, options[index])
         return times
+
+    def varies(self, node: OpNode, options: Sequence[Option], prices: Prices) -> bool:
+        """Whether the sizes of the axes that split samples count for the node."""
+        kinds, samples = self._of(node, options, prices), batch_count(prices.names)
+        return kinds.sized or any(
+            strategy.collectives
+            for index in kinds.inner
+            for strategy in options[index].strategies[:samples]
+        )
 
     def _of(self, node: OpNode, options: Sequence[Option], prices: Prices) -> _Kinds:
         key = (node.name, id(options))
@@ -103,17 +113,18 @@ def _splits(layout: Layout) -> Layout:
 
 def _is_sized(node: OpNode, option: Option, prices: Prices) -> bool:
     """Whether the local shapes depend on how many ranks share the samples."""
-    samples = [at for at, name in enumerate(prices.names) if name in BATCH_AXES]
+    samples = batch_count(prices.names)
     refs = [*node.inputs(), *(Ref(node.name, index) for index in range(len(node.outputs)))]
-    for ref, layout in zip(refs, (*option.inputs, *option.outputs), strict=True):
-        shape = prices.specs[ref].shape
-        grown = [dim for dim, size in enumerate(shape) if size.is_batch]
-        if len(grown) > 1 or any(shape[dim].const for dim in grown):
-            return True
-        for at in samples:
-            split = layout[at]
-            if grown and split != Shard(grown[0]):
-                return True
-            if not grown and isinstance(split, (Shard, ByExpert)):
-                return True
-    return False
+    placed = zip(refs, (*option.inputs, *option.outputs), strict=True)
+    return any(is_sized(prices.specs[ref].shape, layout[:samples]) for ref, layout in placed)
+
+
+def is_sized(shape: Shape, samples: Layout) -> bool:
+    """Whether the local shape of a value depends on the sizes of the axes that split samples, on
+    which it is placed so."""
+    grown = [dim for dim, size in enumerate(shape) if size.is_batch]
+    if len(grown) > 1 or any(shape[dim].const for dim in grown):
+        return True
+    if grown:
+        return any(placement != Shard(grown[0]) for placement in samples)
+    return any(isinstance(placement, (Shard, ByExpert)) for placement in samples)

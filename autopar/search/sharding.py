@@ -7,12 +7,10 @@ read three times is paid for once, as it is emitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import combinations
 from math import inf
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +19,14 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.plan.plan import NodeChoice
 from autopar.search.block import BlockSpace
-from autopar.search.node_costs import Times
 from autopar.search.prices import Prices
 from autopar.search.remembered import Family, choice_family
+from autopar.search.shared_sharding import SharedSharding
 from autopar.search.store import Store
-from solvers.choice_problem import ChoiceProblem, ChoiceSolution, Edge
+from autopar.search.wiring import Wiring, wired
+from solvers.choice_problem import ChoiceProblem
 from solvers.solution import Status
 
-Forms = tuple[Layout, ...]
-_Item = TypeVar("_Item", bound=Hashable)
-_MAX_LAYOUTS_FOR_TRIPLES = 6
 _DEAR = 1e4
 _LEAST_S = 1e-9
 _WORTH = 0.02
@@ -78,49 +74,27 @@ def sync_shares_s(space: BlockSpace, prices: Prices, shares: int) -> dict[Ref, l
 
 
 class _Builder:
-    """Collects the nodes and edges of the choice problem of one block."""
+    """The nodes and edges of the choice problem of one block, priced."""
 
-    def __init__(self, space: BlockSpace, prices: Prices, products: Collection[str] = ()) -> None:
-        self.space, self.prices, self.products = space, prices, products
-        self.most_weight = 0.0
-        self.node_costs: list[NDArray[np.float64]] = []
-        self.op_costs: list[NDArray[np.float64]] = []
-        self.edges: list[Edge] = []
+    def __init__(self, wiring: Wiring, prices: Prices) -> None:
+        self.wiring, self.space, self.prices = wiring, wiring.space, prices
         self._bytes: dict[Ref, NDArray[np.float64]] = {}
-        self.option_layouts: dict[Ref, tuple[int, list[Layout]]] = {}
 
-    def add(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
-        """Add a choice node with the given option costs; its index."""
-        self.node_costs.append(np.array(costs, dtype=float))
-        return len(self.node_costs) - 1
-
-    def add_ops(self) -> None:
-        """One choice node per op, at its compute time and inner collectives."""
-        for node, options in zip(self.space.nodes, self.space.options, strict=True):
-            costs = self.prices.option_s(node, options).sum(axis=1)
-            if node.name in self.products:
-                self._weigh(self.prices.costs.compute(node, options, self.prices))
-            index = self.add(costs)
-            self.op_costs.append(self.node_costs[index].copy())
-            for output in range(len(node.outputs)):
-                ref = Ref(node.name, output)
-                self.option_layouts[ref] = (index, [o.outputs[output] for o in options])
-
-    def _weigh(self, times: Times) -> None:
-        """Take the share of the backward in a product's time for the most, if it is."""
-        total, backward = times.sum(axis=1), times[:, 1]
-        shares = backward[backward > 0] / total[backward > 0]
-        self.most_weight = max(self.most_weight, float(shares.max(initial=0.0)))
-
-    def add_parameters(self) -> None:
-        """One choice node per parameter."""
-        for source, layouts in self.space.parameters:
-            index = self.add([0.0] * len(layouts))
-            self.option_layouts[Ref(source.name)] = (index, list(layouts))
+    def problem(self) -> ChoiceProblem:
+        """Ops at their compute time and inner collectives, parameters for free, values moved."""
+        space, wiring = self.space, self.wiring
+        costs = [np.zeros(size) for size in wiring.sizes]
+        for index, (node, options) in enumerate(zip(space.nodes, space.options, strict=True)):
+            costs[index] += self.prices.option_s(node, options).sum(axis=1)
+        for index, known in wiring.costs.items():
+            costs[index] += known
+        moved = [link.take(self.prices, costs) for link in wiring.links]
+        edges = (*(edge for edge in moved if edge), *wiring.edges)
+        return ChoiceProblem(node_costs=tuple(costs), edges=edges)
 
     def held_bytes(self, ref: Ref) -> tuple[int, NDArray[np.float64]]:
         """The node that decides how a value lies, and the bytes of the value for its options."""
-        index, layouts = self.option_layouts[ref]
+        index, layouts = self.wiring.lies[ref]
         if ref not in self._bytes:
             held = [self.prices.local_bytes(ref, x) for x in layouts]
             self._bytes[ref] = np.array(held, dtype=float)
@@ -143,164 +117,76 @@ class _Builder:
                 costs[index] += sync_s + _TIE * sync_s.max() * np.arange(len(layouts))
         return costs
 
-    def add_values(self) -> None:
-        """Connect every value to its readers, through a forms node where there are several."""
-        for ref in (*self.space.given, *self.option_layouts):
-            readers = self.space.consumers.get(ref, ())
-            required = self.space.required.get(ref)
-            if len(readers) + (required is not None) > 1:
-                self._connect_forms(ref, readers, required)
-            elif readers:
-                self._connect(ref, *readers[0])
-            elif required is not None:
-                self._charge(ref, [[required]])
-
-    def _reader_layouts(self, index: int, position: int) -> list[Layout]:
-        return [option.inputs[position] for option in self.space.options[index]]
-
-    def _connect(self, ref: Ref, index: int, position: int) -> None:
-        wanted = self._reader_layouts(index, position)
-        if ref in self.space.given:
-            have = self.space.given[ref]
-            self.node_costs[index] += self._matrix(ref, [have], [(w,) for w in wanted])[0]
-            return
-        producer, layouts = self.option_layouts[ref]
-        self.edges.append(
-            Edge(src=producer, dst=index, cost=self._matrix(ref, layouts, [(w,) for w in wanted]))
-        )
-
-    def _matrix(
-        self, ref: Ref, have: Sequence[Layout], forms: Sequence[Forms]
-    ) -> NDArray[np.float64]:
-        """Seconds from every layout to every set of layouts; each pair is priced once."""
-        rows, columns = _positions(have), _positions(x for form in forms for x in form)
-        moves = self.prices.reshard_s(ref, tuple(rows), tuple(columns))
-        sets = _positions(forms)
-        summed = [moves[:, [columns[x] for x in form]].sum(axis=1) for form in sets]
-        table = np.stack(summed, axis=1)
-        return table[np.ix_([rows[x] for x in have], [sets[form] for form in forms])]
-
-    def _charge(self, ref: Ref, forms: Sequence[Sequence[Layout]]) -> None:
-        producer, layouts = self.option_layouts[ref]
-        self.node_costs[producer] += self._matrix(ref, layouts, [tuple(forms[0])])[:, 0]
-
-    def _connect_forms(
-        self, ref: Ref, readers: Sequence[tuple[int, int]], required: Layout | None
-    ) -> None:
-        wanted = [self._reader_layouts(*reader) for reader in readers]
-        if required is not None:
-            wanted.append([required])
-        forms = form_sets(wanted)
-        index = self.add([0.0] * len(forms))
-        if ref in self.space.given:
-            self.node_costs[index] += self._matrix(ref, [self.space.given[ref]], forms)[0]
-        else:
-            producer, layouts = self.option_layouts[ref]
-            cost = self._matrix(ref, layouts, forms)
-            self.edges.append(Edge(src=producer, dst=index, cost=cost))
-        places, met = _met(forms, wanted)
-        for (reader, _), layouts in zip(readers, wanted, strict=False):
-            rows = met[[places[x] for x in layouts]]
-            self.edges.append(Edge(src=index, dst=reader, cost=rows.T))
-        if required is not None:
-            self.node_costs[index] += [0.0 if required in form else inf for form in forms]
-
-
-def _positions(items: Iterable[_Item]) -> dict[_Item, int]:
-    """Position of each distinct item, in the order of first use."""
-    found: dict[_Item, int] = {}
-    for item in items:
-        found.setdefault(item, len(found))
-    return found
-
-
-def _met(
-    forms: Sequence[Forms], wanted: Iterable[Sequence[Layout]]
-) -> tuple[dict[Layout, int], NDArray[np.float64]]:
-    """The layouts that are wanted, and for each (row) 0 where a form has it, else inf."""
-    places = _positions(x for layouts in wanted for x in layouts)
-    met = np.full((len(places), len(forms)), inf)
-    for column, form in enumerate(forms):
-        met[[places[x] for x in form], column] = 0.0
-    return places, met
-
-
-def form_sets(wanted: Sequence[Sequence[Layout]]) -> list[Forms]:
-    """Sets of layouts a value may be brought to so that every reader finds one of its own.
-
-    Sets of one and two, and of three where few layouts are asked for.
-    """
-    layouts = sorted({layout for reader in wanted for layout in reader}, key=str)
-    most = 3 if len(layouts) <= _MAX_LAYOUTS_FOR_TRIPLES else 2
-    asked = [set(reader) for reader in wanted]
-    return [
-        form
-        for size in range(1, min(most, len(wanted)) + 1)
-        for form in combinations(layouts, size)
-        if all(reader & set(form) for reader in asked)
-    ]
-
 
 class ShardingProblem:
     """The priced ILP of one block, to be solved for several upkeeps and prices of a byte.
 
-    `kept` are the values, besides parameters, that an upkeep may count the bytes of; `products` the
-    ops whose weight gradients may be computed apart. A `store` has what was solved before.
+    `wiring` is that of the space, None where some op or parameter has no option; `shared` answers
+    what needs no upkeep. `kept` are the values, besides parameters, that an upkeep may count the
+    bytes of.
     """
 
     def __init__(
         self,
-        space: BlockSpace,
+        wiring: Wiring | None,
         prices: Prices,
         *,
+        space: BlockSpace,
+        shared: SharedSharding | None = None,
         kept: Collection[Ref] = (),
-        products: Collection[str] = (),
         backend: str = "highs",
         time_limit_s: float = 120.0,
         store: Store | None = None,
     ) -> None:
-        self.space, self._backend, self._time_limit_s = space, backend, time_limit_s
+        self.space, self._prices, self._shared = space, prices, shared
+        self._backend, self._time_limit_s = backend, time_limit_s
         self._store = store
-        self._possible = all(space.options) and all(layouts for _, layouts in space.parameters)
-        if self._possible:
-            self._builder = _Builder(space, prices, products)
-            self._builder.add_ops()
-            self._builder.add_parameters()
-            self._kept = [ref for ref in kept if ref in self._builder.option_layouts]
+        self._builder = None if wiring is None else _Builder(wiring, prices)
+        self._kept = [] if wiring is None else [ref for ref in kept if ref in wiring.lies]
 
     @cached_property
     def _family(self) -> Family:
         builder = self._builder
-        builder.add_values()
+        assert builder is not None
         return choice_family(
-            ChoiceProblem(node_costs=tuple(builder.node_costs), edges=tuple(builder.edges)),
+            builder.problem(),
             rates=[builder.held_bytes(ref) for ref in self._kept],
-            fixed=[builder.option_layouts[Ref(s.name)][0] for s, _ in self.space.parameters],
+            fixed=[builder.wiring.lies[Ref(s.name)][0] for s, _ in self.space.parameters],
             store=self._store,
         )
 
-    @property
+    @cached_property
     def least_s(self) -> float:
         """What no sharding beats: every op at its fastest, values moved for free; inf if there is
         none."""
-        if not self._possible:
-            return inf
-        ops = self._builder.op_costs
-        return sum(float(costs.min()) for costs in ops)
+        return inf if self._shared is None else self._shared.least_s(self._prices)
 
-    @property
+    @cached_property
     def most_weight(self) -> float:
         """The share of a block's time that its weight gradients take at the most."""
-        return self._builder.most_weight if self._possible else 1.0
+        return 1.0 if self._shared is None else self._shared.most_weight(self._prices)
+
+    def fastest(self) -> Sharding | None:
+        """The fastest sharding with gradients summed for free."""
+        if self._shared is None:
+            return None
+        found = self._shared.solve(self._prices, self._backend, self._time_limit_s)
+        if found is None:
+            return None
+        objective, bound, choices = found
+        status = Status.OPTIMAL if bound >= objective else Status.FEASIBLE
+        return self._decode(
+            choices, objective=objective, bound=bound, kept_bytes=0.0, status=status
+        )
 
     def solve(self, upkeep: Upkeep = NO_UPKEEP, byte_price_s: float = 0.0) -> Sharding | None:
         """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.
 
         None if the rules and pins leave none.
         """
-        if not self._possible:
-            return None
         builder, weights = self._builder, [upkeep.kept.get(ref, 0.0) for ref in self._kept]
+        if builder is None:
+            return None
         solution = self._family.solve(
             [byte_price_s * weight for weight in weights],
             builder.parameter_costs(upkeep, byte_price_s),
@@ -311,17 +197,29 @@ class ShardingProblem:
             return None
         kept_bytes = 0.0
         for ref, weight in upkeep.kept.items():
-            if weight and ref in builder.option_layouts:
+            if weight and ref in builder.wiring.lies:
                 index, held = builder.held_bytes(ref)
                 kept_bytes += weight * float(held[solution.choices[index]])
-        return self._decode(solution, solution.choices, kept_bytes, byte_price_s * kept_bytes)
+        return self._decode(
+            solution.choices,
+            objective=solution.objective - byte_price_s * kept_bytes,
+            bound=solution.bound - byte_price_s * kept_bytes,
+            kept_bytes=kept_bytes,
+            status=solution.status,
+            integral_relaxation=solution.integral_relaxation,
+            num_variables=solution.num_variables,
+        )
 
     def _decode(
         self,
-        solution: ChoiceSolution,
         choices: Sequence[int],
+        *,
+        objective: float,
+        bound: float,
         kept_bytes: float,
-        for_bytes_s: float,
+        status: Status,
+        integral_relaxation: bool = True,
+        num_variables: int = 0,
     ) -> Sharding:
         space = self.space
         chosen = [
@@ -337,12 +235,12 @@ class ShardingProblem:
                 (source.fqn, layouts[choices[first + i]])
                 for i, (source, layouts) in enumerate(space.parameters)
             ),
-            objective=solution.objective - for_bytes_s,
-            bound=solution.bound - for_bytes_s,
+            objective=objective,
+            bound=bound,
             kept_bytes=kept_bytes,
-            status=solution.status,
-            integral_relaxation=solution.integral_relaxation,
-            num_variables=solution.num_variables,
+            status=status,
+            integral_relaxation=integral_relaxation,
+            num_variables=num_variables,
         )
 
 
@@ -384,4 +282,5 @@ def solve_sharding(
     """The fastest sharding of a block where `shares` micro-batches share a sum of gradients, or
     None if the rules and pins leave none."""
     upkeep = Upkeep(sync_s=sync_shares_s(space, prices, shares))
-    return ShardingProblem(space, prices, backend=backend).solve(upkeep)
+    wiring = wired(space)
+    return ShardingProblem(wiring, prices, space=space, backend=backend).solve(upkeep)

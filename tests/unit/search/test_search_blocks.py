@@ -33,7 +33,8 @@ from autopar.search.grids import divisors, grids, micro_batch_sizes
 from autopar.search.pins import Pins, parse_pins, settle_pins, within
 from autopar.search.prices import Prices
 from autopar.search.setting import Setting
-from autopar.search.sharding import form_sets, solve_sharding
+from autopar.search.sharding import solve_sharding
+from autopar.search.wiring import form_sets
 
 WIDTH = 8
 S0, S1 = Shard(0), Shard(1)

@@ -1,0 +1,120 @@
+"""Shardings of a block on meshes that are alike but for the sizes of the axes that split samples.
+
+What an op takes on one rank depends on these sizes only where experts are split over them, or where
+it communicates over them. All the rest is the same for all such meshes, and minimised out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.mesh import batch_count
+from autopar.search.node_costs import is_sized
+from autopar.search.prices import Prices
+from autopar.search.wiring import Link, Wiring
+from solvers.choice_open import OpenProblems
+from solvers.choice_problem import ChoiceProblem
+
+Array = NDArray[np.float64]
+
+
+class SharedSharding:
+    """The problems of one space, with gradients summed for free. `prices` are those of any of the
+    meshes; `products` as in `ShardingProblem`."""
+
+    def __init__(self, wiring: Wiring, prices: Prices, products: Collection[str]) -> None:
+        self._wiring, self._products = wiring, products
+        self._prices = prices
+        space = wiring.space
+        self._ops = list(enumerate(zip(space.nodes, space.options, strict=True)))
+        self._open_ops = {
+            index
+            for index, (node, options) in self._ops
+            if prices.costs.varies(node, options, prices)
+        }
+        self._open_links = [link for link in wiring.links if _varies(link, prices)]
+        self._least_s = sum(float(self._op_s(i, prices).min()) for i in self._closed_ops)
+        self._weight = max((self._op_weight(i, prices) for i in self._closed_ops), default=0.0)
+
+    @property
+    def _closed_ops(self) -> list[int]:
+        return [index for index, _ in self._ops if index not in self._open_ops]
+
+    @property
+    def varies(self) -> bool:
+        """Whether the sizes of the axes that split samples count at all."""
+        return bool(self._open_ops or self._open_links)
+
+    def _op_s(self, index: int, prices: Prices) -> Array:
+        node, options = self._ops[index][1]
+        seconds: Array = prices.option_s(node, options).sum(axis=1)
+        return seconds
+
+    def _op_weight(self, index: int, prices: Prices) -> float:
+        """The largest share of a product's time that its backward takes; 0 of other ops."""
+        node, options = self._ops[index][1]
+        if node.name not in self._products:
+            return 0.0
+        times = prices.costs.compute(node, options, prices)
+        total, backward = times.sum(axis=1), times[:, 1]
+        return float((backward[backward > 0] / total[backward > 0]).max(initial=0.0))
+
+    def least_s(self, prices: Prices) -> float:
+        """Every op at its fastest, values moved for free."""
+        return self._least_s + sum(
+            float(self._op_s(index, prices).min()) for index in sorted(self._open_ops)
+        )
+
+    def most_weight(self, prices: Prices) -> float:
+        """The share of a block's time that its weight gradients take at the most."""
+        own = [self._op_weight(index, prices) for index in sorted(self._open_ops)]
+        return max([self._weight, *own])
+
+    @cached_property
+    def _problems(self) -> OpenProblems:
+        wiring, prices = self._wiring, self._prices
+        costs = [np.zeros(size) for size in wiring.sizes]
+        for index in self._closed_ops:
+            costs[index] += self._op_s(index, prices)
+        for index, known in wiring.costs.items():
+            costs[index] += known
+        edges = list(wiring.edges)
+        varying = set(map(id, self._open_links))
+        open_nodes = set(self._open_ops)
+        for link in wiring.links:
+            if id(link) in varying:
+                open_nodes |= {end for end in (link.source, link.target) if end is not None}
+            else:
+                edge = link.take(prices, costs)
+                edges += [edge] if edge else []
+        problem = ChoiceProblem(node_costs=tuple(costs), edges=tuple(edges))
+        return OpenProblems(problem, open_nodes)
+
+    def solve(
+        self, prices: Prices, backend: str, time_limit_s: float
+    ) -> tuple[float, float, tuple[int, ...]] | None:
+        """The fastest choice on a mesh: seconds, a bound, and the option of every node."""
+        costs = {index: self._op_s(index, prices) for index in sorted(self._open_ops)}
+        for link in self._open_links:
+            for end in (link.source, link.target):
+                if end is not None and end not in costs:
+                    costs[end] = np.zeros(self._wiring.sizes[end])
+        edges = [link.take(prices, costs) for link in self._open_links]
+        return self._problems.solve(
+            costs,
+            [edge for edge in edges if edge],
+            backend=backend,
+            time_limit_s=time_limit_s,
+        )
+
+
+def _varies(link: Link, prices: Prices) -> bool:
+    """Whether what the moves take depends on the sizes of the axes that split samples."""
+    samples = batch_count(prices.names)
+    placed = dict.fromkeys(layout[:samples] for layout in (*link.rows, *link.columns))
+    shape = prices.specs[link.ref].shape
+    return len(placed) > 1 or any(is_sized(shape, layout) for layout in placed)

@@ -1,0 +1,120 @@
+"""Choice problems that share all but the costs of some open nodes, and of edges between those.
+
+What they share is reduced, and every other node minimised out (bucket elimination), once for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.choice import solve_choice
+from solvers.choice_core import Eliminated, Factor, Infeasible, build_core, decoded
+from solvers.choice_elimination import (
+    eliminate_factors,
+    elimination_order,
+    factors_of,
+    greedy_order,
+)
+from solvers.choice_presolve import reduce_open
+from solvers.choice_problem import Array, ChoiceProblem, Edge
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rest:
+    """Factors over the open nodes, whose `options` are the original indices, after `steps` that
+    settled `constant`."""
+
+    steps: tuple[Eliminated, ...]
+    factors: tuple[Factor, ...]
+    options: Mapping[int, NDArray[np.intp]]
+    constant: float
+
+
+class OpenProblems:
+    """The problems that a problem without capacities becomes with more costs on its `open` nodes,
+    and with more edges between two of those."""
+
+    def __init__(self, problem: ChoiceProblem, open_nodes: Collection[int]) -> None:
+        if problem.capacities:
+            raise ValueError("capacities: expected none in open choice problems")
+        self._problem, self._open = problem, frozenset(open_nodes)
+        self._rest = self._reduced()
+
+    def _reduced(self) -> _Rest | None:
+        """None where some tables would be too large, or nothing is possible."""
+        core = build_core(self._problem)
+        try:
+            reduce_open(core, self._open)
+            order = elimination_order(core, core.costs, last=self._open)
+            if order is None:
+                return None
+            first = [node for node in order if node not in self._open]
+            steps, factors, constant = eliminate_factors(
+                factors_of(core, order), first, core.options
+            )
+        except Infeasible:
+            return None
+        return _Rest(
+            steps=(*core.eliminated, *steps),
+            factors=tuple(factors),
+            options={node: core.options[node] for node in order[len(first) :]},
+            constant=core.constant + constant,
+        )
+
+    def solve(
+        self,
+        costs: Mapping[int, Array],
+        edges: Sequence[Edge],
+        *,
+        backend: str = "highs",
+        time_limit_s: float = 60.0,
+    ) -> tuple[float, float, tuple[int, ...]] | None:
+        """The cheapest choice with more `costs` of open nodes and more `edges` between them: what
+        it costs, a bound, and an option for every node. None where there is none."""
+        found = None if self._rest is None else self._eliminated(self._rest, costs, edges)
+        if found is not None:
+            return (found[0], found[0], found[1]) if math.isfinite(found[0]) else None
+        solution = solve_choice(
+            ChoiceProblem(
+                node_costs=tuple(
+                    cost + costs[node] if node in costs else cost
+                    for node, cost in enumerate(self._problem.node_costs)
+                ),
+                edges=(*self._problem.edges, *edges),
+            ),
+            backend=backend,
+            time_limit_s=time_limit_s,
+        )
+        if solution.choices is None:
+            return None
+        return solution.objective, solution.bound, solution.choices
+
+    def _eliminated(
+        self, rest: _Rest, costs: Mapping[int, Array], edges: Sequence[Edge]
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """What the cheapest choice costs (inf: none is possible), and its options; None where
+        tables would be too large."""
+        options = rest.options
+        factors: list[Factor] = list(rest.factors)
+        factors += [((node,), cost[options[node]]) for node, cost in costs.items()]
+        for edge in edges:
+            table = np.asarray(edge.cost)[np.ix_(options[edge.src], options[edge.dst])]
+            factors.append(((edge.src, edge.dst), table))
+        links: dict[int, set[int]] = {node: set() for node in options}
+        for nodes, _ in factors:
+            for node in nodes:
+                links[node] |= set(nodes) - {node}
+        order = greedy_order({node: len(options[node]) for node in options}, links)
+        if order is None:
+            return None
+        try:
+            steps, _, constant = eliminate_factors(factors, order, options)
+        except Infeasible:
+            return math.inf, ()
+        count = len(self._problem.node_costs)
+        return rest.constant + constant, decoded((*rest.steps, *steps), {}, count)
