@@ -362,7 +362,8 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "expert, chunks, micro_batches, micro_batch, schedule, sequence (on, off), attention "
         "(gather, ring, heads), recompute (none, selective, all), zero (0 to 3), weight:NAME (a "
         "placement such as S(0)), boundary (a module that starts a stage), stageK.tensor, "
-        "stageK.data, stageK.devices (of rank K of the pipeline alone, from 0)",
+        "stageK.data, stageK.devices (of rank K of the pipeline alone, from 0), meshes (own: "
+        "stages have other meshes each; alike)",
     )
     add("--memory-limit", metavar="GIB", type=_positive, help="memory of each device to plan for")
     add(

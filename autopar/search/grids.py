@@ -13,7 +13,14 @@ from autopar.search.grid import Grid
 from autopar.search.pins import MESH_DEGREES, Pins
 from autopar.search.pipelines import FREE
 from autopar.search.setting import Setting
-from autopar.search.stage_meshes import stage_meshes, stage_reasons
+from autopar.search.stage_meshes import (
+    MOST_LAYOUTS,
+    own_layouts,
+    own_reasons,
+    own_text,
+    stage_meshes,
+    stage_reasons,
+)
 from autopar.search.state import FREE_LEVELS
 
 WIDEST_TENSOR = 8
@@ -38,7 +45,7 @@ def space_text(setting: Setting) -> str:
         "... samples a data rank, up to all of them; stages of any consecutive blocks; "
         "per op any placement its rules allow; per block any ops run again, and ZeRO "
         f"levels {', '.join(map(str, FREE_LEVELS))} over the data axes; schedules "
-        f"{_schedules_text()}"
+        f"{_schedules_text()}{own_text(setting)}"
     )
 
 
@@ -203,6 +210,7 @@ def grids(setting: Setting) -> tuple[Grid, ...]:
                 )
                 for size, count in micro_batch_sizes(setting, mesh)
                 for schedule, chunks in variants(setting, pipeline, count)
+                if chunks == 1 or not own or pins.schedule or pins.chunks
             ]
     if not found:
         raise InputError(_no_grid(setting))
@@ -220,7 +228,12 @@ def _laid_out(
             if pins.pipeline not in (None, pipeline):
                 continue
             for mesh, own in stage_meshes(setting, pipeline, meshes):
-                yield pipeline, mesh, own
+                if pins.meshes in (None, "own" if own else "alike"):
+                    yield pipeline, mesh, own
+        return
+    if pins.meshes == "own":
+        layouts = own_layouts(setting, meshes)
+        yield from layouts if len(layouts) <= MOST_LAYOUTS else ()
         return
     for pipeline in divisors(devices):
         if pins.pipeline in (None, pipeline):
@@ -233,6 +246,8 @@ def _no_grid(setting: Setting) -> str:
     fixed = ", ".join(f"{key}={value}" for key, value in pins.items()) or "no pins"
     blocks = len(setting.chain.blocks)
     reasons = stage_reasons(setting) if pins.stages else _indivisible(pins, devices)
+    if pins.meshes == "own" and not pins.stages:
+        reasons = own_reasons(setting, meshes)
     if pins.pipeline is not None and pins.pipeline > blocks:
         reasons.append(
             f"pipeline={pins.pipeline} is more than the {blocks} blocks that the model can be cut "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.errors import InputError
 from autopar.ir.mesh import BATCH_AXES, CONTEXT, SHARD, TENSOR
 from autopar.ir.placement import Shard
+from autopar.plan.pipeline import rank_groups
 from autopar.plan.plan import Plan, Recompute
 from autopar.search.pins import within
 
@@ -82,6 +83,22 @@ def _data(plan: Plan) -> Decided:
     ]
     if split:
         yield "expert", str(split[-1])
+    yield from _stages(plan, "data")
+
+
+def _stages(plan: Plan, degree: str) -> Decided:
+    """What ranks of the pipeline have of a degree, and of devices, where their meshes differ."""
+    ranks = [group[0] for group in rank_groups(plan.stages)]
+    counts = {len(stage.ranks) for stage in ranks}
+    for place, stage in enumerate(ranks):
+        if stage.sizes:
+            own = plan.on(stage)
+            yield (
+                f"stage{place}.{degree}",
+                str(own.batch_ranks if degree == "data" else own.axis(degree)),
+            )
+        if len(counts) > 1 and degree == "data":
+            yield f"stage{place}.devices", str(len(stage.ranks))
 
 
 def _context(plan: Plan) -> Decided:
@@ -95,10 +112,14 @@ def _tensor(plan: Plan) -> Decided:
     if plan.axis(TENSOR) > 1:
         along = any(axis.sequence for axis in plan.axes if axis.name == TENSOR)
         yield "sequence", "on" if along else "off"
+    yield from _stages(plan, TENSOR)
 
 
 def _weights(plan: Plan) -> Decided:
     """How parameters lie on the tensor axis."""
+    if any(stage.sizes for stage in plan.stages):
+        yield "weight:NAME", None
+        return
     if plan.axis(TENSOR) == 1:
         return
     index = plan.axis_names.index(TENSOR)

@@ -18,7 +18,8 @@ RECOMPUTE = ("none", "selective", "all")
 ZERO = ("0", "1", "2", "3")
 SEQUENCE = ("on", "off")
 ATTENTION = ("gather", "ring", "heads")
-CHOICES = ("schedule", "sequence", "attention", "recompute", "zero")
+MESHES = ("alike", "own")
+CHOICES = ("schedule", "sequence", "attention", "recompute", "zero", "meshes")
 STAGE_DEGREES = ("devices", "data", "tensor")
 """What may be another on one rank of the pipeline: `stage1.tensor`."""
 KEYS = (*DEGREES, *CHOICES, "weight:NAME", "boundary", *(f"stageK.{n}" for n in STAGE_DEGREES))
@@ -35,7 +36,8 @@ class Pins:
     the number of stages of a pipeline rank. `sequence` tells whether the tensor axis splits the
     sequence between blocks, `attention` how queries meet keys on the context axis: keys gathered,
     sent round a ring, or heads exchanged for sequence. `zero` is the ZeRO level of all blocks;
-    parameters of several blocks are at most level 1.
+    parameters of several blocks are at most level 1. `meshes` tells whether all stages have one
+    mesh, as they have unless pinned, or `own` ones that are not all alike.
 
     `weights` are (parameter name, placement on the tensor axis, `R` or a shard), `boundaries`
     module paths that must start a stage. `stages` are (rank of the pipeline, degree or `devices`,
@@ -56,6 +58,7 @@ class Pins:
     schedule: str | None = None
     recompute: str | None = None
     zero: int | None = None
+    meshes: str | None = None
     weights: tuple[tuple[str, Placement], ...] = ()
     boundaries: tuple[str, ...] = ()
     stages: tuple[tuple[int, str, int], ...] = ()
@@ -105,6 +108,7 @@ def parse_pins(pairs: Iterable[tuple[str, str]], schedules: Iterable[str]) -> Pi
         "schedule": _one_of(tuple(schedules)),
         "recompute": _one_of(RECOMPUTE),
         "sequence": _one_of(SEQUENCE),
+        "meshes": _one_of(MESHES),
         "attention": _one_of(ATTENTION),
         "zero": lambda key, value: int(_one_of(ZERO)(key, value)),
     }

@@ -8,6 +8,7 @@ from math import ceil, inf
 
 from autopar.plan.plan import Candidate
 from autopar.plan.text import amount, duration
+from autopar.search.grid import Grid
 from autopar.search.planner import Found
 from autopar.search.simulated import Simulated, Simulator
 from autopar.search.stages import Staged
@@ -106,5 +107,11 @@ def _candidate(
         chunks=grid.chunks,
         step_s=step_s,
         peak_bytes=peak_bytes,
-        verdict=verdict,
+        verdict=f"{_own_text(grid)}{verdict}",
     )
+
+
+def _own_text(grid: Grid) -> str:
+    """The meshes of the ranks of the pipeline, where they differ: `ranks of 2 x 1, 1 x 2; `."""
+    sizes = ", ".join(" x ".join(map(str, own)) for own in grid.own)
+    return f"ranks of {sizes}; " if sizes else ""

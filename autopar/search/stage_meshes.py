@@ -1,6 +1,7 @@
-"""Pipelines whose stages have meshes of other sizes, or other numbers of devices, as pinned.
+"""Pipelines whose stages have meshes of other sizes, or other numbers of devices.
 
-Ranks of the pipeline without pins of their own have one mesh among them. All split the sequence
+They are as pinned, where any stage has pins of its own: then ranks of the pipeline without such
+pins have one mesh among them. With `meshes=own` they are searched. All stages split the sequence
 alike over the context axis, and between blocks alike over the tensor axis.
 """
 
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import prod
 
+from autopar.ir.cluster import DeviceGroup
 from autopar.ir.mesh import AXES, CONTEXT, TENSOR, MeshAxis, batch_size
 from autopar.search.pins import Pins
 from autopar.search.setting import Setting
@@ -18,6 +20,9 @@ from autopar.search.setting import Setting
 Mesh = tuple[MeshAxis, ...]
 Meshes = Callable[[Setting, int, Pins], Iterable[Mesh]]
 """The meshes of so many devices under some pins."""
+
+MOST_LAYOUTS = 400
+"""Layouts of stages with meshes of their own that are searched at most."""
 
 Own = tuple[tuple[int, ...], ...]
 """Sizes of the axes by rank of the pipeline; none where all are alike."""
@@ -61,6 +66,62 @@ def own_pins(pins: Pins, place: int) -> Pins:
     return replace(both, data=own.get("data"), tensor=tensor)
 
 
+def own_layouts(setting: Setting, meshes: Meshes) -> list[tuple[int, Mesh, Own]]:
+    """Pipelines with their meshes, not all alike, where `meshes=own` is pinned: any data x tensor
+    mesh on each rank, or where the cluster has several groups any number of ranks on the devices of
+    each, on one mesh a group. One more than `MOST_LAYOUTS` where there are more."""
+    return list(islice(_own_layouts(setting, meshes), MOST_LAYOUTS + 1))
+
+
+def _own_layouts(setting: Setting, meshes: Meshes) -> Iterator[tuple[int, Mesh, Own]]:
+    pins, most = setting.pins, len(setting.chain.blocks)
+    single = replace(pins, zero=None, shard=pins.shard or 1, context=pins.context or 1)
+    groups = setting.cluster.groups
+    if len(groups) == 1:
+        devices = setting.cluster.num_devices
+        counts = [n for n in range(2, min(most, devices) + 1) if devices % n == 0]
+        wanted = [n for n in counts if pins.pipeline in (None, n)]
+        parts = [[(1, list(meshes(setting, devices // n, single)))] * n for n in wanted]
+        offers = [[[(1, mesh) for mesh in own] for _, own in places] for places in parts]
+    else:
+        offers = [[_of_group(setting, group, single, meshes) for group in groups]]
+    for offered in offers:
+        for chosen in product(*offered):
+            flags = _flags([mesh for _, mesh in chosen])
+            pipeline = sum(count for count, _ in chosen)
+            if flags is None or pipeline > most or pins.pipeline not in (None, pipeline):
+                continue
+            mesh, own = _together([mesh for count, mesh in chosen for _ in range(count)], flags)
+            if own:
+                yield pipeline, mesh, own
+
+
+def _of_group(
+    setting: Setting, group: DeviceGroup, pins: Pins, meshes: Meshes
+) -> list[tuple[int, Mesh]]:
+    """Numbers of ranks on the devices of a group, and a mesh for each."""
+    return [
+        (count, mesh)
+        for count in range(1, group.num_devices + 1)
+        if group.num_devices % count == 0
+        for mesh in meshes(setting, group.num_devices // count, pins)
+    ]
+
+
+def own_text(setting: Setting) -> str:
+    """Which stages with meshes of their own are searched, in words; none unless pinned."""
+    if setting.pins.stages:
+        return "; stages with meshes of their own as pinned"
+    if setting.pins.meshes != "own":
+        return ""
+    if len(setting.cluster.groups) == 1:
+        return "; of these the pipelines whose ranks have other data and tensor degrees each"
+    return (
+        "; of these, and of any number of ranks on the devices of each group, the pipelines whose "
+        "groups have other data x tensor meshes each"
+    )
+
+
 def _flags(chosen: Sequence[Mesh]) -> dict[str, MeshAxis] | None:
     """The axes that any of the meshes has, with how they split the sequence; None where they
     disagree."""
@@ -86,6 +147,16 @@ def _together(places: Sequence[Mesh], flags: dict[str, MeshAxis]) -> tuple[Mesh,
     most = max(own, key=lambda each: batch_size(names, each))
     mesh = tuple(replace(flags[name], size=size) for name, size in zip(names, most, strict=True))
     return mesh, own if len(set(own)) > 1 else ()
+
+
+def own_reasons(setting: Setting, meshes: Meshes) -> list[str]:
+    """What keeps `meshes=own` from being met."""
+    if len(own_layouts(setting, meshes)) > MOST_LAYOUTS:
+        return [
+            f"meshes=own leaves more than {MOST_LAYOUTS} ways to lay out the stages, of which none "
+            "is searched: pin pipeline, tensor or micro_batches, or name the meshes (stageK.tensor)"
+        ]
+    return ["meshes=own needs at least two ranks of the pipeline, with devices for two meshes"]
 
 
 def stage_reasons(setting: Setting) -> list[str]:

@@ -12,6 +12,7 @@ from autopar.plan.check import check_plan, plan_problems
 from autopar.plan.serialize import from_json, to_json
 from autopar.plan.simulated import simulate_plan
 from autopar.plan.table import grid_text
+from autopar.search.keep import kept_pins
 
 PINNED = "pipeline=2 micro_batches=2 schedule=1f1b"
 
@@ -66,6 +67,30 @@ def test_a_rank_sends_in_parts_what_ranks_elsewhere_hold(mixed):
     assert (nbytes, count, times) == (back, 4, 2)
 
 
+def test_own_meshes_are_searched_and_not_all_alike():
+    found = plan(f"{PINNED} sequence=off meshes=own")
+    assert len(set(sizes(found))) > 1
+    assert "other data and tensor degrees each" in found.certificate.space
+    assert found.certificate.grids == 2  # data or tensor on either rank: all but the two alike
+    assert "each" not in plan(f"{PINNED} data=2 tensor=1").certificate.space
+
+
+def test_groups_of_a_cluster_have_as_many_ranks_as_they_are_laid_out_in():
+    found = plan("micro_batches=2 schedule=1f1b meshes=own", "1x2:h100-sxm+1x1:a100-80gb")
+    groups = [{found.cluster.device(rank).name for rank in stage.ranks} for stage in found.stages]
+    assert all(len(names) == 1 for names in groups)
+    assert len({stage.ranks for stage in found.stages}) == len(found.stages)
+    assert found.num_devices == 3
+
+
+def test_the_decisions_of_a_plan_are_kept_as_pins(mixed):
+    kept = kept_pins(mixed)
+    assert {("stage1.data", "1"), ("stage1.tensor", "2"), ("data", "2")} <= set(kept.pins)
+    options = PlanOptions(global_batch=8, pins=kept.pins, price_pins=False)
+    again = plan_source(load_source("llama_tiny", seq_len=16), "local:4", options).plan
+    assert sizes(again) == sizes(mixed)
+
+
 def test_stages_may_have_other_numbers_of_devices():
     found = plan(f"{PINNED} stage0.devices=2 stage0.tensor=2 stage1.devices=1", devices="local:3")
     assert sizes(found) == [(1, 2), (1, 1)]
@@ -91,6 +116,9 @@ def test_what_a_stage_does_is_priced_on_its_own_mesh(mixed):
         ("pipeline=2 stage0.devices=4", "local:4", "cannot be shared by 2 ranks"),
         ("stage1.context=2", "local:4", "unknown pin 'stage1.context'"),
         ("stage1.tensor=0", "local:4", "expected a whole number of at least 1"),
+        ("meshes=alike stage1.tensor=2 pipeline=2 tensor=1", "local:4", "no grid of 4 devices"),
+        ("meshes=own pipeline=4", "local:4", "at least two ranks"),
+        ("meshes=own pipeline=4 micro_batches=2", "local:64", "more than 400 ways"),
     ],
 )
 def test_pins_that_cannot_be_met_say_why(pins, devices, message):
