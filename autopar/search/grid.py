@@ -31,12 +31,21 @@ class Grid:
 
     def at(self, place: int) -> Grid:
         """The grid as the stages of a rank of the pipeline see it: on their own mesh."""
-        if not self.own:
-            return self
-        mesh = sized(self.mesh, self.own[place])
+        return self._seen[self.own[place]] if self.own else self
+
+    @cached_property
+    def _seen(self) -> dict[tuple[int, ...], Grid]:
+        """What a rank of the pipeline sees, by the sizes of its mesh."""
         samples = self.micro_batch * self.batch_ranks
-        own = ceil(samples / batch_size(self.names, self.own[place]))
-        return replace(self, mesh=mesh, micro_batch=own, own=())
+        return {
+            sizes: replace(
+                self,
+                mesh=sized(self.mesh, sizes),
+                micro_batch=ceil(samples / batch_size(self.names, sizes)),
+                own=(),
+            )
+            for sizes in dict.fromkeys(self.own)
+        }
 
     def ranks(self, place: int) -> range:
         """The devices of a rank of the pipeline: consecutive ones, in its order."""
