@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import lcm, prod
 from typing import NamedTuple
 
 from autopar.ir.cluster import Cluster, DeviceSpec
@@ -32,9 +32,7 @@ def whole_home(cluster: Cluster) -> Home:
 
 
 def stage_home(cluster: Cluster, ranks: Sequence[int]) -> Home:
-    """That of a stage on consecutive ranks; in a cluster of one group all homes count as alike."""
-    if len(cluster.groups) == 1:
-        return whole_home(cluster)
+    """That of a stage on consecutive ranks, by where they are between the links."""
     part, start = cluster.around(ranks)
     first = ranks[0] - start
     if len(part.groups) == 1 or not any(group.links for group in part.groups):
@@ -65,7 +63,8 @@ class Places:
         return self._homes[key]
 
     def _found(self, grid: Grid) -> tuple[Home, ...]:
-        if len(self.cluster.groups) == 1:
+        counts = {prod(sizes) for sizes in grid.own}
+        if len(self.cluster.groups) == 1 and len(counts) < 2:  # all homes count as alike
             return (whole_home(self.cluster),) * grid.pipeline
         return tuple(stage_home(self.cluster, grid.ranks(p)) for p in range(grid.pipeline))
 

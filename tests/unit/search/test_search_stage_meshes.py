@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from autopar.compiler import PlanOptions, load_source, plan_source
+from autopar.costs.clusters import parse_cluster
+from autopar.costs.collectives import ClusterCollectives
 from autopar.errors import InputError, PlanMismatch
+from autopar.ir.mesh import stage_mesh
 from autopar.plan.check import check_plan, plan_problems
 from autopar.plan.serialize import from_json, to_json
 from autopar.plan.simulated import simulate_plan
 from autopar.plan.table import grid_text
+from autopar.search.grid import Grid
+from autopar.search.home import Places
 from autopar.search.keep import kept_pins
 
 PINNED = "pipeline=2 micro_batches=2 schedule=1f1b"
@@ -81,6 +86,29 @@ def test_groups_of_a_cluster_have_as_many_ranks_as_they_are_laid_out_in():
     assert all(len(names) == 1 for names in groups)
     assert len({stage.ranks for stage in found.stages}) == len(found.stages)
     assert found.num_devices == 3
+
+
+def test_stages_of_other_sizes_are_priced_by_the_links_that_they_are_on():
+    """The middle one of 2, 4 and 2 devices lies on two nodes of four."""
+    cluster = parse_cluster("2x4:h100-sxm")
+    own = ((2, 1), (4, 1), (2, 1))
+    grid = Grid(
+        pipeline=3,
+        mesh=stage_mesh(data=4),
+        micro_batch=1,
+        micro_batches=2,
+        schedule="1f1b",
+        own=own,
+    )
+    places = Places(cluster=cluster)
+    assert [grid.ranks(place) for place in range(3)] == [range(2), range(2, 6), range(6, 8)]
+    slow = [
+        ClusterCollectives(home.links, grid.at(place).axes(), home.first)
+        .routes("data")[0]
+        .flat.link.span
+        for place, home in enumerate(places.homes(grid))
+    ]
+    assert slow == [4, 8, 4]
 
 
 def test_the_decisions_of_a_plan_are_kept_as_pins(mixed):
