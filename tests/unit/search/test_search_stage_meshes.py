@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.compiler import PlanOptions, load_source, plan_source
+from autopar.compiler import PlanOptions, load_source, plan_source, source_setting
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.collectives import ClusterCollectives
 from autopar.errors import InputError, PlanMismatch
 from autopar.ir.mesh import stage_mesh
 from autopar.plan.check import check_plan, plan_problems
 from autopar.plan.serialize import from_json, to_json
-from autopar.plan.simulated import simulate_plan
+from autopar.plan.simulated import simulate_plan, stage_loads
 from autopar.plan.table import grid_text
 from autopar.search.grid import Grid
+from autopar.search.handovers import message_s
 from autopar.search.home import Places
 from autopar.search.keep import kept_pins
+from autopar.search.pricer import Pricer
 
 PINNED = "pipeline=2 micro_batches=2 schedule=1f1b"
 
@@ -126,14 +128,46 @@ def test_stages_may_have_other_numbers_of_devices():
     check_plan(found)
 
 
-def test_what_a_stage_does_is_priced_on_its_own_mesh(mixed):
-    whole = plan(f"{PINNED} data=2 tensor=1")
-    split = plan(f"{PINNED} data=1 tensor=2")
-    same = [dict(stage.time_s) for stage in mixed.stages]
-    for at, other in ((0, whole), (1, split)):
-        blocks = [b.index for b in mixed.stages[at].blocks]
-        if blocks == [b.index for b in other.stages[at].blocks]:
-            assert same[at]["forward"] == dict(other.stages[at].time_s)["forward"]
+def test_a_rank_sees_its_own_mesh_and_its_share_of_the_samples():
+    grid = Grid(
+        pipeline=3,
+        mesh=stage_mesh(data=4),
+        micro_batch=2,
+        micro_batches=2,
+        schedule="1f1b",
+        own=((4, 1), (2, 2), (3, 1)),
+    )
+    assert [grid.at(place).sizes for place in range(3)] == list(grid.own)
+    # eight samples over 4, 2 and 3 ranks: of these the first has three
+    assert [grid.at(place).micro_batch for place in range(3)] == [2, 4, 3]
+    assert not any(grid.at(place).own for place in range(3))
+
+
+def test_sums_share_the_links_of_messages_where_a_stage_splits_samples(mixed):
+    loads = stage_loads(mixed.stages, mixed.axes, mixed.cluster)
+    assert [load.shares_links for load in loads] == [True, False]
+
+
+def test_a_handover_takes_what_the_busiest_rank_takes(mixed):
+    options = PlanOptions(global_batch=8, pins=(("pipeline", "2"),))
+    pricer = Pricer(source_setting(load_source("llama_tiny", seq_len=16), "local:4", options))
+    nbytes = 2 * 16 * 64 * 4  # of two samples: what a data rank has of the one value that crosses
+    forward_s, backward_s = (
+        dict(mixed.stages[at].time_s)[name]
+        for at, name in ((0, "send_forward"), (1, "send_backward"))
+    )
+    # a data rank sends all that it has to both tensor ranks; of those each sends back one half
+    assert forward_s == pytest.approx(2 * message_s(pricer, 0, 2, nbytes))
+    assert backward_s == pytest.approx(message_s(pricer, 0, 2, nbytes))
+
+
+def test_blocks_of_one_class_run_one_source_for_each_mesh():
+    pins = f"{PINNED} stage0.devices=1 stage1.devices=2 stage1.data=2 recompute=none zero=0"
+    found = plan(pins, devices="local:3")
+    used = [{block.variant for block in stage.blocks} for stage in found.stages]
+    assert not used[0] & used[1]
+    kinds = {variant.name: variant.class_index for variant in found.variants}
+    assert {kinds[name] for name in used[0]} & {kinds[name] for name in used[1]}
 
 
 @pytest.mark.parametrize(
