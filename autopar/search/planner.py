@@ -167,8 +167,7 @@ class Planner:
                 seen.leave([entry, *queue])
                 return
             self.progress("searching grids", seen.looked_at / seen.total)
-            enough = Sharpness.HELD if late else Sharpness.SCHEDULED
-            if entry.sharpness < enough and bound < inf:
+            if entry.sharpness < Sharpness.SCHEDULED and bound < inf:
                 # With a sharper bound the grid may stand further back.
                 heapq.heappush(queue, self._sharper(entry))
                 self._look_ahead(queue, seen)

@@ -38,11 +38,12 @@ class Entry(NamedTuple):
 
 def pop_quick(queue: list[Entry]) -> Entry:
     """Take the grid out of a heap that is quick to solve, of such the one that promises most: with
-    a stage a rank and no context axis."""
+    a stage a rank and no context axis, and about which the most is known."""
 
-    def dear(entry: Entry) -> tuple[bool, bool, Entry]:
+    def dear(entry: Entry) -> tuple[bool, bool, int, Entry]:
         grid = entry.grid
-        return entry.bound == inf, grid.chunks > 1 or grid.degree(CONTEXT) > 1, entry
+        slow = grid.chunks > 1 or grid.degree(CONTEXT) > 1
+        return entry.bound == inf, slow, -entry.sharpness, entry
 
     entry = min(queue, key=dear)
     queue.remove(entry)
