@@ -97,9 +97,8 @@ class Pricer:
     @property
     def profile(self) -> Profile | None:
         """The measured times, unless they are of another kind of device of the cluster."""
-        profile = self.setting.profile
-        fits = profile is not None and profile.machine.row == self.device.name
-        return profile if fits else None
+        found = self.setting.profile
+        return found if found is not None and found.machine.row == self.device.name else None
 
     def block_mesh(self, grid: Grid, block: Block) -> tuple[MeshAxis, ...]:
         """The mesh that the options of a block depend on: not on the sizes of the axes that split
