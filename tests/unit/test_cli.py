@@ -210,7 +210,9 @@ def test_plan_prints_and_writes(run, compiler, sample_plan, tmp_path):
     ]
 
 
-def test_a_plan_is_written_before_its_reader_may_go(run, sample_plan, tmp_path, monkeypatch):
+def test_a_plan_is_written_before_its_reader_may_go(
+    run, compiler, sample_plan, tmp_path, monkeypatch
+):
     def gone(*_):
         raise OSError
 
