@@ -13,7 +13,7 @@ from solvers.partition_dp import ChainSearch
 from solvers.partition_even import LONG, even_positions, longest_stage
 from solvers.partition_pricing import Pricer
 from solvers.partition_problem import PartitionProblem
-from solvers.partition_table import PriceTable
+from solvers.partition_table import PriceTable, boundary_times
 
 Ways = list[list[tuple[int, int]]]
 """Per arc of a path, (class, option) of its blocks."""
@@ -81,7 +81,7 @@ def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
     table = PriceTable(
         pricer,
         search,
-        boundary_s=pricer.boundary_s(problem),
+        boundary_s=boundary_times(pricer, problem),
         is_run=position[None, :] - position[:, None] >= problem.min_blocks,
         boundary_in_max=problem.boundary_in_max,
     )

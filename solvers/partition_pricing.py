@@ -111,15 +111,6 @@ class Pricer:
             deadline=deadline,
         )
 
-    def boundary_s(self, problem: PartitionProblem) -> list[Array]:
-        """Per kind of stage, what the cuts at both ends of a run [start, end) cost it."""
-        cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
-        found = {
-            hops: hops[0] * cut[:, None] + hops[1] * cut[None, :]
-            for hops in dict.fromkeys(kind.hops for kind in self.kinds)
-        }
-        return [found[kind.hops] for kind in self.kinds]
-
     def least_bytes(self, kind: int) -> Array:
         """The least bytes (static, saved, transient) each composition can run in."""
         stage = self.kinds[kind]

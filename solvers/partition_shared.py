@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from solvers.partition_dp import Boxed, ChainSearch
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_table import boundary_times
 from solvers.solution import CAPACITY_TOLERANCE, Conflict
 
 Array = NDArray[np.float64]
@@ -172,7 +173,7 @@ class _Relaxed:
         apart = dataclasses.replace(problem, stage_rank=whole).scaled()
         self.pricer = Pricer.of(apart, math.inf)
         self.search = ChainSearch.of(apart, self.pricer.kind_of_stage, math.inf)
-        self.boundary = self.pricer.boundary_s(apart)
+        self.boundary = boundary_times(self.pricer, apart)
         self.ranks = problem.rank_stages()
         position = np.arange(len(problem.blocks) + 1)
         self.is_run = position[None, :] - position[:, None] >= problem.min_blocks

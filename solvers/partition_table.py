@@ -10,8 +10,17 @@ from numpy.typing import NDArray
 
 from solvers.partition_dp import ArcCosts, ChainSearch, Path
 from solvers.partition_pricing import Array, Price, Pricer
+from solvers.partition_problem import PartitionProblem
 
 _KEEP_SLACK = 1e-9
+
+
+def boundary_times(pricer: Pricer, problem: PartitionProblem) -> list[Array]:
+    """Per kind of stage, what the cuts at both ends of a run [start, end) cost it."""
+    cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
+    hops = [kind.hops for kind in pricer.kinds]
+    found = {h: h[0] * cut[:, None] + h[1] * cut[None, :] for h in dict.fromkeys(hops)}
+    return [found[h] for h in hops]
 
 
 class PriceTable:
