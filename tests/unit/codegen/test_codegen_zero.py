@@ -127,7 +127,7 @@ def test_level_3_gathers_for_every_micro_batch_and_again_where_a_forward_is_run_
 def test_a_pipeline_reduces_gradients_once_a_step(level):
     """Case of DeepSpeed#823 and #1629: gradients of four micro-batches accumulate whole, and are
     reduced once."""
-    planned = plan(Stack, zero=level, pipeline=2, data=2, micro_batches=4)
+    planned = plan(Stack, zero=level, pipeline=2, data=2, schedule="1f1b", micro_batches=4)
     scattered = {k: v for k, v in moved(planned).items() if k[0] is not AG}
     assert list(scattered) == [(RS, "sync")]
     assert scattered[RS, "sync"][1] == ALL
