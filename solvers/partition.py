@@ -26,6 +26,7 @@ from solvers.partition_pricing import OutOfTime
 from solvers.partition_problem import BlockOption, PartitionProblem, PartitionSolution
 from solvers.partition_ranks import rank_graphs
 from solvers.partition_shared import least_shortfall, parts, shared_bound
+from solvers.partition_spread import spread
 from solvers.partition_trials import best_of_all, can_try_all, least_lacking
 from solvers.solution import Conflict, Status, label, relative_gap
 
@@ -110,6 +111,15 @@ class _Run:
         objective = self.problem.objective(self.problem.use(cuts, options))
         if objective < self.objective:
             self.objective, self.incumbent = objective, (cuts, options)
+
+    def even_out(self) -> None:
+        """Spread the incumbent's blocks over the stages of their ranks, at the same objective."""
+        if self.incumbent is None:
+            return
+        even = spread(self.problem, self.incumbent)
+        objective = self.problem.objective(self.problem.use(*even))
+        if label(objective, self.objective, 0.0) is Status.OPTIMAL:
+            self.objective, self.incumbent = objective, even
 
     @property
     def bound_within_gap(self) -> float:
@@ -264,6 +274,7 @@ def _by_rank(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
         left = min(left, own.relaxed_bound)
     if run.incumbent is None and math.isinf(left):
         return _explain_infeasible(run, graphs)
+    run.even_out()
     return run.solution(bound=left, engine="dp")
 
 
@@ -286,6 +297,7 @@ def _shared(run: _Run) -> PartitionSolution:
             run.offer(found.cuts, part.options(found.options))
     if run.incumbent is None:
         return _lacking(run)
+    run.even_out()
     return run.solution(bound=run.relaxed_bound, engine="dp")
 
 

@@ -29,7 +29,6 @@ from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
-from solvers.partition_spread import Block, spread
 from solvers.partition_table import PriceTable
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -236,7 +235,7 @@ class _Ranks:
         )
 
         def partition(positions: tuple[int, ...], ways: Ways) -> Partition:
-            return self._partition(layout, ranks, ways)
+            return self._partition(ranks, ways)
 
         long = len(layout.spare) == 1 and last >= LONG
         return ArcGraph(
@@ -305,28 +304,16 @@ class _Ranks:
             )
         return self._offers[key]
 
-    def _partition(self, layout: _Layout, ranks: Sequence[_Rank], ways: Ways) -> Partition:
-        """Cuts and options, the spare blocks of a rank spread over its stages as evenly as fits."""
-        problem = self.problem
-        held: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_stages)]
+    def _partition(self, ranks: Sequence[_Rank], ways: Ways) -> Partition:
+        held: list[list[tuple[int, int]]] = [[] for _ in range(self.problem.num_stages)]
         for stages, rank, way in zip(self.stages, ranks, ways, strict=True):
-            sure = len(rank.offers) - len(layout.spare)
-            blocks = []
             for place, option in way:
                 offer = rank.offers[place]
-                if not offer.origin:
-                    continue
-                stage, own = offer.origin[option]
-                run = place - sure
-                reach = stages[stage : stage + 1]
-                if run >= 0:
-                    reach = [k for k in stages if run in layout.free[k]]
-                block = offer.block_class, own
-                blocks.append(Block(at=stages[stage], reach=tuple(reach), block=block))
-            for stage, block in spread(problem, rank.free_bytes, blocks):
-                held[stage].append(block)
+                if offer.origin:
+                    stage, own = offer.origin[option]
+                    held[stages[stage]].append((offer.block_class, own))
         cuts = tuple(itertools.accumulate(len(stage) for stage in held[:-1]))
-        return cuts, in_order(problem, cuts, held)
+        return cuts, in_order(self.problem, cuts, held)
 
 
 def _nothing(transient_bytes: float) -> _Offer:

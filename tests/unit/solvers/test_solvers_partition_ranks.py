@@ -12,6 +12,7 @@ from solvers import partition_pricing, partition_trials
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
 from solvers.partition_ranks import rank_graphs
+from solvers.partition_spread import spread
 from solvers.random_problems import random_mixed_shared_problem, random_shared_problem
 from solvers.solution import Status
 
@@ -130,6 +131,21 @@ def test_stages_of_a_rank_are_as_equal_as_fits():
     # the first stage holds 4 micro-batches: of 6 blocks a rank it can have but 1 in 6 + 4 + 5
     tight = chain(12, 2, PLAIN, in_flight=(4, 1, 1, 1), capacity=15.0)
     assert solve_partition(tight, method="dp").stage_time_s == (1, 3, 3, 5)
+
+
+def test_ranks_have_their_longer_stages_in_the_same_chunk():
+    """Of five blocks a rank one stage runs three: all in the chunk of the head, itself of three."""
+    head = BlockOption(time_s=3.0, static_bytes=0.0, saved_bytes=0.0)
+    problem = dataclasses.replace(
+        chain(18, 4, PLAIN, stage_rank=(0, 1, 2, 3) * 2),
+        blocks=(0,) * 17 + (1,),
+        classes=((PLAIN,), (head,)),
+    )
+    cuts, options = (3, 5, 7, 9, 11, 14, 17), (0,) * 18
+    even = spread(problem, (cuts, options))
+    assert even == ((2, 4, 6, 8, 11, 14, 17), options)
+    use = [problem.use(cuts, options) for cuts, options in ((cuts, options), even)]
+    assert problem.objective(use[0]) == problem.objective(use[1])
 
 
 def test_a_rank_trades_memory_between_its_stages():
