@@ -138,12 +138,10 @@ def plan_model(
     """
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     _checked(options, where)
-    with working(options.workers) as team:
-        progress("capturing the model", None)
-        captured = capture(model, batch, loss_fn=loss_fn)
-        options = replace(options, pins=with_pins_of(model, options.pins))
-        setting = planning_setting(captured, where, options, name=name, progress=progress)
-        return _planned(captured, replace(setting, team=team), progress)
+    progress("capturing the model", None)
+    captured = capture(model, batch, loss_fn=loss_fn)
+    options = replace(options, pins=with_pins_of(model, options.pins))
+    return plan_captured(captured, where, options, name=name, progress=progress)
 
 
 def plan_captured(
@@ -160,11 +158,8 @@ def plan_captured(
     """
     setting = planning_setting(captured, cluster, options, name=name, progress=progress)
     with working(options.workers) as team:
-        return _planned(captured, replace(setting, team=team), progress)
-
-
-def _planned(captured: Captured, setting: Setting, progress: Progress) -> Planned:
-    plan = remembered_plan(setting, lambda: make_plan(setting, progress))
+        shared = replace(setting, team=team)
+        plan = remembered_plan(shared, lambda: make_plan(shared, progress))
     return with_collectives(
         Planned(captured=captured, chain=setting.chain, plan=plan, worked_out=setting.worked_out)
     )
@@ -332,10 +327,8 @@ def plan_source(
 ) -> Planned:
     """Plan a model by name, without allocating it."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    with working(options.workers) as team:
-        captured, options = capture_source(source, where, options, progress)
-        setting = planning_setting(captured, where, options, name=source.name, progress=progress)
-        return _planned(captured, replace(setting, team=team), progress)
+    captured, options = capture_source(source, where, options, progress)
+    return plan_captured(captured, where, options, name=source.name, progress=progress)
 
 
 def write_program(planned: Planned, folder: Path | str) -> None:

@@ -83,6 +83,14 @@ MATCHING_RECV: dict[ActionKind, tuple[ActionKind, int]] = {
 """Send to (receive, offset): a send on stage s is taken by that receive on stage s + offset."""
 
 
+SENT_AS: dict[ActionKind, ActionKind] = {
+    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
+    ActionKind.BACKWARD_INPUT: ActionKind.SEND_BACKWARD,
+}
+"""Kinds that make a value for the next stage and need one from the last, and how it is sent."""
+
+
 def matching_recv(send: Action) -> Action:
     """The receive that takes what `send` sends."""
     kind, offset = MATCHING_RECV[send.kind]

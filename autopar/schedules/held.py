@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.schedules.action import Action, ActionKind
+from autopar.schedules.action import SENT_AS, Action, ActionKind, matching_recv
 from autopar.schedules.arrivals import Arrivals
 
 _K = ActionKind
@@ -143,11 +143,10 @@ def _needs(action: Action) -> Action:
 
 def _passes(action: Action) -> Action | None:
     """How the stage behind an action would receive what it makes."""
-    if action.kind is _K.FORWARD:
-        return Action(_K.RECV_FORWARD, action.stage + 1, action.micro_batch)
-    if action.kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
-        return Action(_K.RECV_BACKWARD, action.stage - 1, action.micro_batch)
-    return None
+    send = SENT_AS.get(action.kind)
+    if send is None:
+        return None
+    return matching_recv(Action(send, action.stage, action.micro_batch))
 
 
 _MAKES_GRADIENTS = frozenset((_K.BACKWARD, _K.BACKWARD_WEIGHT))

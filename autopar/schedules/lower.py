@@ -13,15 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
-from autopar.schedules.action import MATCHING_RECV, Action, ActionKind, Schedule
+from autopar.schedules.action import MATCHING_RECV, SENT_AS, Action, ActionKind, Schedule
 from autopar.schedules.endless import spans, unroll
-
-_K = ActionKind
-_VALUES: tuple[tuple[tuple[ActionKind, ...], ActionKind], ...] = (
-    ((_K.FORWARD,), _K.SEND_FORWARD),
-    ((_K.BACKWARD, _K.BACKWARD_INPUT), _K.SEND_BACKWARD),
-)
-"""Kinds that make a value for the next stage and need one from the last, and how it is sent."""
 
 _Channel = tuple[int, int, ActionKind]
 """Sending rank, receiving rank, kind of the receive."""
@@ -72,16 +65,15 @@ def _lower_endless(schedule: Schedule) -> Schedule:
 
 def _links(owner: tuple[int, ...]) -> _Links:
     links = _Links(sends={}, receives={})
-    for kinds, send in _VALUES:
+    for kind, send in SENT_AS.items():
         receive, offset = MATCHING_RECV[send]
         for stage, rank in enumerate(owner):
             to = stage + offset
             if not 0 <= to < len(owner) or owner[to] == rank:
                 continue
             channel = (rank, owner[to], receive)
-            for kind in kinds:
-                links.sends[kind, stage] = (send, channel)
-                links.receives[kind, to] = channel
+            links.sends[kind, stage] = (send, channel)
+            links.receives[kind, to] = channel
     return links
 
 

@@ -16,8 +16,8 @@ class BlockCost:
     `ways` are what it may keep and what it then runs again, the fastest first. `weight_s` is the
     part of `backward_s` that computes weight gradients, `deferred_bytes` what is held until then
     for each micro-batch, and `apart_s` what the backward then takes more, where a schedule splits
-    it. `unmeasured` are ops that a profile
-    has no time of. What the block's parameters cost besides is in `search.state`.
+    it. `unmeasured` are ops that a profile has no time of. What the block's parameters cost besides
+    is in `search.state`.
     """
 
     forward_s: float

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.errors import PlanMismatch
 from autopar.plan.plan import Plan
@@ -52,20 +52,6 @@ def _decoded(text: Any) -> Plan | None:
         return None
 
 
-class Family(Protocol):
-    """Choice problems that differ in some costs, see `ChoiceFamily`."""
-
-    def solve(
-        self,
-        prices: Sequence[float],
-        more: Mapping[int, Array],
-        *,
-        backend: str = "highs",
-        time_limit_s: float = 60.0,
-    ) -> ChoiceSolution:
-        """The cheapest choice of one of the problems."""
-
-
 def choice_family(
     problem: ChoiceProblem, rates: Sequence[Rate], fixed: Collection[int], store: Store | None
 ) -> Family:
@@ -109,6 +95,9 @@ class _Remembered:
                 self.store.write(digest, _entry(found))
         return found
 
+
+Family = ChoiceFamily | _Remembered
+"""Choice problems that differ in some costs."""
 
 _KEPT: dict[str, Callable[[Any], object]] = {
     "objective": float,

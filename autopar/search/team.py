@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from types import TracebackType
 from typing import IO
 
 from autopar.rules import is_extended
@@ -51,7 +50,7 @@ class _Worker:
 
 class Team:
     """A number of workers for the searches of one planning run, started once a search is long. To
-    be closed, or used in `with`."""
+    be closed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -65,17 +64,6 @@ class Team:
         self._closed = False
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all workers, whatever they do."""
@@ -237,7 +225,7 @@ def working(workers: int) -> Iterator[Team | None]:
     if workers < 2:
         yield None
         return
-    with Team(workers) as team:
+    with closing(Team(workers)) as team:
         yield team
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -228,7 +229,7 @@ def test_short_searches_are_not_shared(dense, monkeypatch):
 
 
 def test_rules_from_outside_are_not_known_to_workers(every_search, dense):
-    with Team(1) as helping:
+    with closing(Team(1)) as helping:
         assert helping.helpers(dense, 1) is not None
         register_elementwise("mylib::square")
         try:
