@@ -96,6 +96,14 @@ class Prices:
         seconds: NDArray[np.float64] = self._moves_s(self.specs[ref], table)[table].sum(axis=2)
         return seconds
 
+    def moves(self, ref: Ref, have: Sequence[Layout], want: Sequence[Layout]) -> list[Move]:
+        """The distinct moves that bring a value from any layout of `have` to any of `want`."""
+        if ref in self.updated:
+            return []
+        table = self.paths.table(have, want, differentiable=ref in self.differentiable)
+        moves = (self.paths.moves[index] for index in np.unique(table))
+        return [move for move in moves if move is not None]
+
     def _moves_s(self, spec: TensorSpec, used: NDArray[np.intp]) -> NDArray[np.float64]:
         """Seconds of the moves of all paths, for values like this one; of those not `used` yet
         NaN."""

@@ -113,8 +113,13 @@ class SharedSharding:
 
 
 def _varies(link: Link, prices: Prices) -> bool:
-    """Whether what the moves take depends on the sizes of the axes that split samples."""
-    samples = batch_count(prices.names)
-    placed = dict.fromkeys(layout[:samples] for layout in (*link.rows, *link.columns))
-    shape = prices.specs[link.ref].shape
-    return len(placed) > 1 or any(is_sized(shape, layout) for layout in placed)
+    """Whether what the moves take depends on the sizes of the axes that split samples: one that
+    communicates does, where it moves on such an axis or what it moves has its size from them."""
+    samples, shape = batch_count(prices.names), prices.specs[link.ref].shape
+    return any(
+        move.axis < samples
+        or is_sized(shape, move.before[:samples])
+        or is_sized(shape, move.after[:samples])
+        for move in prices.moves(link.ref, link.rows, link.columns)
+        if move.transition.forward is not None or move.transition.backward is not None
+    )
