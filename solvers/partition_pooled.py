@@ -8,7 +8,7 @@ weight of the longest rank,
         (1 + B a_r) T + Y / ranks + p * (static + in_flight_k * saved),  - p * free bytes,
 
 as a maximum is at least any mean. The shares are such that no rank is cheaper than another, though
-less is held on some: or else all blocks would go there.
+less is held on some or some are faster: or else all blocks would go there.
 """
 
 from __future__ import annotations
@@ -30,21 +30,35 @@ _PRICES = 16
 _HALVINGS = 30
 
 
-class _Class:
-    """The options of the blocks of one class, as arrays."""
+class _Stages:
+    """The distinct stages of a problem, and of which of the distinct ranks each is: ranks with the
+    same kinds of stages count as one, of which there are `several`."""
 
-    def __init__(self, problem: PartitionProblem, kind: int, count: int) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
+        each = list(zip(problem.in_flight, problem.time_scale, problem.stage_device, strict=True))
+        kinds = Counter(tuple(sorted({each[k] for k in held})) for held in problem.rank_stages())
+        in_flight, scale, device = zip(*(stage for kind in kinds for stage in kind), strict=True)
+        self.in_flight, self.scale = np.array(in_flight, dtype=float), np.array(scale)
+        self.device = np.array(device)
+        self.rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
+        self.several = np.array(list(kinds.values()), dtype=float)
+
+
+class _Class:
+    """The options of the blocks of one class, as arrays over [stage, option]: times are infinite
+    where a stage is on another device than the option is for."""
+
+    def __init__(self, problem: PartitionProblem, stages: _Stages, kind: int, count: int) -> None:
         options = problem.classes[kind]
         self.count = count
-        self.time = np.array([o.time_s for o in options])
+        here = stages.device[:, None] == np.array([o.device for o in options])
+        times = stages.scale[:, None] * np.array([o.time_s for o in options])
+        self.time = np.where(here, times, np.inf)
         self.sync = np.array([o.sync_s for o in options])
-        self.static = np.array([o.static_bytes for o in options])
-        self.saved = np.array([o.saved_bytes for o in options])
+        static = np.array([o.static_bytes for o in options])
+        saved = np.array([o.saved_bytes for o in options])
+        self.used = static + stages.in_flight[:, None] * saved
         self.transient = min(o.transient_bytes for o in options)
-
-    def used(self, in_flight: Array) -> Array:
-        """Bytes held [stage, option]."""
-        return self.static + in_flight[:, None] * self.saved
 
 
 def pooled_bound(problem: PartitionProblem) -> float:
@@ -52,83 +66,77 @@ def pooled_bound(problem: PartitionProblem) -> float:
     cheap = lower_bound(problem)
     if math.isinf(cheap):
         return cheap
-    problem = on_any_device(problem.scaled())
-    classes = [_Class(problem, *item) for item in sorted(Counter(problem.blocks).items())]
-    stages = list(zip(problem.in_flight, problem.time_scale, strict=True))
+    problem = problem.scaled()
+    stages = _Stages(problem)
+    classes = [_Class(problem, stages, *item) for item in sorted(Counter(problem.blocks).items())]
     ranks = problem.rank_stages()
-    kinds = Counter(tuple(sorted({stages[k] for k in held})) for held in ranks)
-    in_flight, scale = np.array([stage for kind in kinds for stage in kind], dtype=float).T
-    rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
-    several = np.array(list(kinds.values()), dtype=float)
     free = sum(problem.capacity_bytes[held[0]] for held in ranks) * (1 + CAPACITY_TOLERANCE)
     free -= sum(problem.stage_fixed_bytes) + len(ranks) * min(c.transient for c in classes)
-    if sum(c.count * float(c.used(in_flight).min()) for c in classes) > free * (1 + _ROUNDING):
+    if sum(c.count * _least_bytes(c) for c in classes) > free * (1 + _ROUNDING):
         return math.inf
     weight, cuts = problem.bottleneck_weight, least_cuts(problem)
-    longest = weight * least_bottleneck(problem)
-    even = np.full(len(kinds), 1.0 / len(ranks))
+    longest = weight * least_bottleneck(on_any_device(problem))
+    once = np.ones(len(stages.rank))
+    even = np.full(len(stages.several), 1.0 / len(ranks))
     best = cheap
-    for price in _prices(classes, float(np.mean(problem.in_flight))):
+    for price in _prices(problem):
         # the longest rank by itself, or by the mean of all
-        alone = _least(classes, in_flight, scale.min() + 0.0 * scale, price, len(ranks))
+        alone = _least(classes, once, price, len(ranks))
         best = max(best, _surely(alone + longest + cuts, price * free))
         dear = price * (1.0 + weight / len(ranks))
-        for shares in (even, _shares(classes, in_flight, scale, rank, several, weight, dear)):
-            times = scale * (1.0 + weight * shares[rank])
-            total = _least(classes, in_flight, times, dear, len(ranks))
+        for shares in (even, _shares(classes, stages, weight, dear)):
+            total = _least(classes, 1.0 + weight * shares[stages.rank], dear, len(ranks))
             best = max(best, _surely(total + cuts, dear * free))
     return best
+
+
+def _least_bytes(c: _Class) -> float:
+    return float(np.where(np.isfinite(c.time), c.used, np.inf).min())
 
 
 def _surely(total: float, spent: float) -> float:
     return float(total - spent - _ROUNDING * (abs(total) + abs(spent)))
 
 
-def _least(
-    classes: list[_Class], in_flight: Array, times: Array, price: float, ranks: int
-) -> float:
-    """What all blocks cost at the least, each on the stage and by the option that suits it best."""
-    costs = [np.outer(times, c.time) + c.sync / ranks + price * c.used(in_flight) for c in classes]
+def _least(classes: list[_Class], factor: Array, price: float, ranks: int) -> float:
+    """What all blocks cost at the least, each on the stage and by the option that suits it best,
+    where times count `factor` times on a stage."""
+    costs = [factor[:, None] * c.time + c.sync / ranks + price * c.used for c in classes]
     return sum(c.count * float(cost.min()) for c, cost in zip(classes, costs, strict=True))
 
 
-def _prices(classes: list[_Class], in_flight: float) -> list[float]:
+def _prices(problem: PartitionProblem) -> list[float]:
     """Seconds per byte at which a block would change its option, a few of them, and none."""
-    rates = {0.0}
-    for c in classes:
-        used = c.static + in_flight * c.saved
-        for i, j in np.argwhere((used[:, None] > used) & (c.time[:, None] < c.time)):
-            rates.add(float((c.time[j] - c.time[i]) / (used[i] - used[j])))
+    rates, in_flight = {0.0}, float(np.mean(problem.in_flight))
+    for kind in sorted(set(problem.blocks)):
+        options = problem.classes[kind]
+        time = np.array([o.time_s for o in options])
+        device = np.array([o.device for o in options])
+        used = np.array([o.static_bytes + in_flight * o.saved_bytes for o in options])
+        alike = device[:, None] == device
+        for i, j in np.argwhere(alike & (used[:, None] > used) & (time[:, None] < time)):
+            rates.add(float((time[j] - time[i]) / (used[i] - used[j])))
     ordered = sorted(rates)
     return ordered[:: -(-len(ordered) // _PRICES)]
 
 
-def _shares(
-    classes: list[_Class],
-    in_flight: Array,
-    scale: Array,
-    rank: NDArray[np.intp],
-    several: Array,
-    weight: float,
-    price: float,
-) -> Array:
+def _shares(classes: list[_Class], stages: _Stages, weight: float, price: float) -> Array:
     """Shares by which the blocks that take longest cost the same on every rank that has any: the
-    greatest such cost for which they do not sum to more than one. Stage k is of a rank of kind
-    `rank[k]`, of which there are `several`."""
+    greatest such cost for which they do not sum to more than one."""
     most = max(classes, key=lambda c: c.count * float(c.time.min()))
-    time_s = scale[:, None] * most.time
+    several, runs = stages.several, np.isfinite(most.time)
     even = np.full(len(several), 1.0 / several.sum())
-    first = np.flatnonzero(np.diff(rank, prepend=-1))
-    if not weight or not time_s.min() > 0:
+    if not weight or not most.time.min() > 0:
         return even
-    alone = time_s + price * most.used(in_flight)
+    first = np.flatnonzero(np.diff(stages.rank, prepend=-1))
+    weighed = weight * np.where(runs, most.time, 1.0)
+    alone = np.where(runs, most.time + price * most.used, np.inf)
 
     def shares(cost: float) -> Array:
-        needed = np.maximum(0.0, (cost - alone) / (weight * time_s)).max(axis=1)
+        needed = np.maximum(0.0, (cost - alone) / weighed).max(axis=1)
         return np.asarray(np.maximum.reduceat(needed, first))
 
-    low = float(alone.min())
-    high = float((alone + weight * time_s).max())
+    low, high = float(alone.min()), float((alone + weighed)[runs].max())
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if several @ shares(middle) <= 1.0:

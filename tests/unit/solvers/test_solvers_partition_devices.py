@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -23,6 +24,7 @@ def test_mixed_devices_equal_brute_force(method):
         problem = random_mixed_problem(seed)
         solution, best = solve_partition(problem, method=method), best_partition(problem)
         assert lower_bound(problem) <= best * (1 + 1e-9)
+        assert pooled_bound(problem) <= best * (1 + 1e-9)
         if math.isinf(best):
             assert solution.status is Status.INFEASIBLE
             continue
@@ -69,6 +71,16 @@ def test_a_stage_on_a_slow_device_gets_fewer_blocks():
 
 def test_the_cheap_bound_knows_how_much_slower_a_device_is():
     assert lower_bound(two_kinds()) == pytest.approx(6.0 + 7 * 4.0)
+
+
+def test_a_class_that_no_device_is_slow_at_does_not_hide_what_others_take():
+    fast, slow = two_kinds().classes[0]
+    free = BlockOption(time_s=0.1, static_bytes=0.0, saved_bytes=0.0)
+    classes = ((fast, slow), (free, dataclasses.replace(free, device=1)))
+    problem = two_kinds(blocks=(0,) * 6 + (1,), classes=classes)
+    best = best_partition(problem)
+    assert best == pytest.approx(4.0 + 4.1 + 7 * 4.1)
+    assert lower_bound(problem) < 0.9 * best < 0.97 * best < pooled_bound(problem) <= best
 
 
 def test_cuts_cost_what_their_hop_makes_of_them():
