@@ -74,6 +74,10 @@ CASES = (
 )
 
 
+ALIKE = (("meshes", "alike"),)
+"""What treating all devices alike has: one mesh for all stages."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """One way to treat a cluster: the simulated step of its plan, None where none fits."""
@@ -127,7 +131,7 @@ def measure(case: Case, time_limit_s: float) -> Result:
     )
     captured, options = capture_source(source, cluster, options, lambda what, done: None)
 
-    def plan(where: Cluster, pins: tuple[tuple[str, str], ...] = (), whole: bool = True) -> Plan:
+    def plan(where: Cluster, pins: tuple[tuple[str, str], ...] = ALIKE, whole: bool = True) -> Plan:
         asked = replace(options, pins=pins, all_devices=whole)
         return plan_captured(captured, where, asked, name=case.model).plan
 
@@ -138,7 +142,7 @@ def measure(case: Case, time_limit_s: float) -> Result:
         name=case.name,
         model=case.model,
         cluster=cluster.spec,
-        ours=outcome("as they are", lambda: plan(cluster, whole=False)),
+        ours=outcome("as they are", lambda: plan(cluster, (), whole=False)),
         alike=(
             outcome("all as the worst", lambda: alike(cluster.levels[-1])),
             outcome("the same, near", lambda: alike(cluster.levels[0])),

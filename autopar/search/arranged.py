@@ -1,5 +1,5 @@
-"""The fastest plan over the ways to use a cluster: its groups in every order, and with devices left
-out where they only slow things down."""
+"""The fastest plan over the ways to use a cluster: its groups in every order, with devices left out
+where they only slow things down, and with a mesh of its own for the stages of each group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.plan import Certificate, LeftOut, Plan
 from autopar.plan.text import plural
-from autopar.search.grids import grids
+from autopar.search.grids import grids, meshes, space_text
 from autopar.search.infeasible import NothingFits
 from autopar.search.make import fastest_plan, found_plan, with_pin_prices
 from autopar.search.planner import Found, Planner, Progress
 from autopar.search.setting import Setting
+from autopar.search.stage_meshes import MESH_OF_A_GROUP, MOST_LAYOUTS, own_layouts
 from solvers.solution import relative_gap
 
 _BETTER = 1e-6
@@ -25,37 +26,44 @@ _BETTER = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tried:
-    """An arrangement with its plan, and the objective that the search ranks the plan by."""
+class _Way:
+    """A way to use a cluster, and the setting that its plans are searched for in."""
 
     arrangement: Arrangement
     setting: Setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tried:
+    """A way with its plan, and the objective that the search ranks the plan by."""
+
+    way: _Way
     plan: Plan
     objective_s: float
 
 
 def fastest_arranged(setting: Setting, progress: Progress = lambda what, done: None) -> Plan:
-    """The fastest plan of a setting, whose pins are settled, over the arrangements of its cluster.
+    """The fastest plan of a setting, whose pins are settled, over the ways to use its cluster.
 
-    An arrangement is searched where its bound is below the best plan so far. Raises InfeasiblePlan
-    or InputError with the reason, that of the cluster as it is.
+    A way is searched where its bound is below the best plan so far. Raises InfeasiblePlan or
+    InputError with the reason, that of the cluster as it is.
     """
-    whole, *others = arrangements(setting.cluster)
-    if not others or setting.all_devices:
+    whole, *others = _ways(setting)
+    if not others:
         return fastest_plan(setting, progress)
     deadline = time.monotonic() + setting.time_limit_s
-    missed: NothingFits | None = None
+    missed: NothingFits | InputError | None = None
     best: _Tried | None = None
     try:
         planner = Planner(setting=setting, progress=progress)
         best = _tried(whole, planner, planner.search())
-    except NothingFits as miss:
+    except (NothingFits, InputError) as miss:  # no grid has the pinned degrees, or none fits
         missed = miss
         if len(setting.cluster.groups) == 1:
             raise
     all_s = None if best is None else best.plan.prediction.step_s
     left_s, searched = inf, 0
-    for bound_s, _, arrangement, planner in _by_bound(setting, others, progress):
+    for bound_s, _, way, planner in _by_bound(others, progress):
         limit_s = inf if best is None else best.objective_s
         if bound_s >= limit_s * (1 - _BETTER):
             continue
@@ -64,7 +72,7 @@ def fastest_arranged(setting: Setting, progress: Progress = lambda what, done: N
             left_s = min(left_s, bound_s)
             continue
         searched += 1
-        found = _tried_below(arrangement, planner, limit_s, remaining_s)
+        found = _tried_below(way, planner, limit_s, remaining_s)
         if isinstance(found, float):
             left_s = min(left_s, found)
         elif best is None or found.plan.prediction.step_s < best.plan.prediction.step_s * (
@@ -74,51 +82,88 @@ def fastest_arranged(setting: Setting, progress: Progress = lambda what, done: N
     if best is None:
         assert missed is not None
         raise missed
-    plan = with_pin_prices(best.setting, best.plan, progress)
-    if best.arrangement is not whole:
-        plan = _rearranged(plan, best.arrangement, setting.cluster, all_s)
-    if len(setting.cluster.groups) == 1 and best.arrangement is whole:
+    plan = with_pin_prices(replace(best.way.setting, pins=setting.pins), best.plan, progress)
+    if best.way.arrangement is not whole.arrangement:
+        plan = _rearranged(plan, best.way.arrangement, setting.cluster, all_s)
+    if len(setting.cluster.groups) == 1 and best.way is whole:
         return plan
-    note = (
-        f"devices: {plural(1 + len(others), 'way')} to use {setting.cluster.spec} (groups in any "
-        f"order, groups left out, one cut to a multiple of a power of two); {1 + searched} "
-        "searched, the others ruled out by their bound"
-    )
-    certificate = _with_bound(plan.certificate, left_s, best)
+    certificate = replace(plan.certificate, space=_space_text(setting))
+    certificate = _with_bound(certificate, left_s, best)
+    note = _note(setting, 1 + len(others), 1 + searched)
     return replace(plan, certificate=certificate, notes=(*plan.notes, note))
 
 
-def _by_bound(
-    setting: Setting, others: Sequence[Arrangement], progress: Progress
-) -> list[tuple[float, int, Arrangement, Planner]]:
-    """The arrangements that the pins leave a grid, the least bound first."""
+def _ways(setting: Setting) -> list[_Way]:
+    """All that are searched, the cluster as it is first; where it has to be used as it is, only the
+    meshes of its stages are another's."""
+    offered = arrangements(setting.cluster)
     found = []
-    for place, arrangement in enumerate(others):
-        planner = Planner(setting=setting.on(arrangement.cluster), progress=progress)
+    for place, arrangement in enumerate(offered[:1] if setting.all_devices else offered):
+        own = setting.on(arrangement.cluster) if place else setting
+        found.append(_Way(arrangement=arrangement, setting=own))
+        if _gives_groups_meshes(own):
+            found.append(_Way(arrangement=arrangement, setting=_with_own_meshes(own)))
+    return found
+
+
+def _gives_groups_meshes(setting: Setting) -> bool:
+    """Whether the stages on each group of devices are offered a mesh of their own, unasked: where
+    there are several groups, and not too many ways to lay stages out on them."""
+    if len(setting.cluster.groups) == 1 or setting.pins.meshes or setting.pins.stages:
+        return False
+    return 1 <= len(own_layouts(_with_own_meshes(setting), meshes)) <= MOST_LAYOUTS
+
+
+def _with_own_meshes(setting: Setting) -> Setting:
+    return setting.on(setting.cluster, replace(setting.pins, meshes="own"))
+
+
+def _space_text(setting: Setting) -> str:
+    """The declared space in words."""
+    text = space_text(setting)
+    return text + MESH_OF_A_GROUP * _gives_groups_meshes(setting)
+
+
+def _note(setting: Setting, offered: int, searched: int) -> str:
+    """How the devices may be used, and how many of the ways were searched."""
+    own = ", each with one mesh for all stages or another on each" * _gives_groups_meshes(setting)
+    how = (
+        "as they are"
+        if setting.all_devices
+        else ("groups in any order, groups left out, one cut to a multiple of a power of two")
+    )
+    return (
+        f"devices: {plural(offered, 'way')} to use {setting.cluster.spec} ({how}{own}); "
+        f"{searched} searched, the others ruled out by their bound"
+    )
+
+
+def _by_bound(ways: Sequence[_Way], progress: Progress) -> list[tuple[float, int, _Way, Planner]]:
+    """The ways that the pins leave a grid, the least bound first."""
+    found = []
+    for place, way in enumerate(ways):
+        planner = Planner(setting=way.setting, progress=progress)
         try:
             offered = grids(planner.setting)
         except InputError:
             continue
         bound_s = min(map(planner.bounds.computed, offered))
-        found.append((bound_s, place, arrangement, planner))
+        found.append((bound_s, place, way, planner))
     return sorted(found, key=lambda item: item[:2])
 
 
-def _tried_below(
-    arrangement: Arrangement, planner: Planner, limit_s: float, time_s: float
-) -> _Tried | float:
-    """The best plan of an arrangement below a limit, or what none of them is below."""
+def _tried_below(way: _Way, planner: Planner, limit_s: float, time_s: float) -> _Tried | float:
+    """The best plan of a way below a limit, or what none of them is below."""
     try:
         found = planner.search_below(limit_s, max(time_s, 1.0))
     except NothingFits:
         return inf
-    return found if isinstance(found, float) else _tried(arrangement, planner, found)
+    return found if isinstance(found, float) else _tried(way, planner, found)
 
 
-def _tried(arrangement: Arrangement, planner: Planner, found: Found) -> _Tried:
+def _tried(way: _Way, planner: Planner, found: Found) -> _Tried:
     return _Tried(
-        arrangement=arrangement,
-        setting=planner.setting,
+        way=way,
         plan=found_plan(planner, found),
         objective_s=found.best.solution.objective,
     )

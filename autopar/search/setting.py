@@ -57,9 +57,10 @@ class Setting(GraphFacts):
     team: Team | None = field(default=None, compare=False, repr=False)
     store: Store | None = field(default=None, compare=False, repr=False)
 
-    def on(self, cluster: Cluster) -> Setting:
-        """The same on another cluster, keeping what is worked out about the graph."""
-        other = replace(self, cluster=cluster)
+    def on(self, cluster: Cluster, pins: Pins | None = None) -> Setting:
+        """The same on another cluster, or under other pins, keeping what is worked out about the
+        graph."""
+        other = replace(self, cluster=cluster, pins=pins or self.pins)
         given = {each.name for each in fields(self)}
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in given})
         return other

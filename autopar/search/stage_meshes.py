@@ -24,6 +24,12 @@ Meshes = Callable[[Setting, int, Pins], Iterable[Mesh]]
 MOST_LAYOUTS = 400
 """Layouts of stages with meshes of their own that are searched at most."""
 
+MESH_OF_A_GROUP = (
+    "; and where the devices are of several groups, any number of stages on each of them, with a "
+    "data x tensor mesh of its own"
+)
+"""The pipelines whose stages have other meshes on each group, in words."""
+
 Own = tuple[tuple[int, ...], ...]
 """Sizes of the axes by rank of the pipeline; none where all are alike."""
 
@@ -116,10 +122,7 @@ def own_text(setting: Setting) -> str:
         return ""
     if len(setting.cluster.groups) == 1:
         return "; of these the pipelines whose ranks have other data and tensor degrees each"
-    return (
-        "; of these, and of any number of ranks on the devices of each group, the pipelines whose "
-        "groups have other data x tensor meshes each"
-    )
+    return "; of these the pipelines whose groups have other meshes each" + MESH_OF_A_GROUP
 
 
 def _flags(chosen: Sequence[Mesh]) -> dict[str, MeshAxis] | None:

@@ -21,7 +21,7 @@ from autopar.ir.cluster import Axis, Cluster
 from autopar.plan.check import check_plan
 from autopar.plan.explain import explain
 from autopar.plan.fingerprint import check_cluster
-from autopar.plan.pipeline import rank_groups, ranks_peak_bytes
+from autopar.plan.pipeline import mesh_text, rank_groups, ranks_peak_bytes
 from autopar.plan.plan import Plan
 from autopar.plan.serialize import from_json, to_json
 from autopar.plan.simulated import simulate_plan
@@ -193,6 +193,20 @@ def test_any_number_of_devices_has_a_plan(count):
     plan = planned(f"{count}:h100-sxm").plan
     assert plan.num_devices + sum(len(left.devices) for left in plan.left_out) == count
     assert planned(f"{count}:h100-sxm", pipeline=count, all_devices=True).plan.pipeline == count
+
+
+def test_each_group_may_have_a_mesh_of_its_own_without_being_asked():
+    cluster = "2:a100-80gb+1:v100-32gb"
+    free, alike = planned(cluster).plan, planned(cluster, meshes="alike").plan
+    assert free.prediction.step_s < 0.97 * alike.prediction.step_s
+    assert (free.devices, free.pins) == ((2, 0, 1), ())
+    assert mesh_text(free) == "data 1 x tensor 1 (stage 1: data 1 x tensor 2)"
+    assert alike.num_devices == 2
+    assert "a data x tensor mesh of its own" in free.certificate.space
+    assert "mesh of its own" not in alike.certificate.space
+    again = planned(cluster, pipeline=2, data=1).plan
+    assert again.prediction.step_s == free.prediction.step_s
+    assert all(pin.key != "meshes" for pin in again.pins)
 
 
 def test_the_group_that_a_pipeline_begins_with_is_searched():
