@@ -6,48 +6,39 @@ starts, calls the public API once, and prints text or one JSON object.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar.errors import InputError, PlanMismatch
-from autopar.plan.check import check_plan, plan_problems
+from autopar.errors import PlanMismatch
+from autopar.outputs import check_file, check_folder, print_result, write_found
+from autopar.plan.check import plan_problems
 from autopar.plan.diff import diff_plans, plan_changes
 from autopar.plan.explain import explain as explain_plan
-from autopar.plan.plan import Plan
-from autopar.plan.serialize import read_plan, write_plan, write_text
+from autopar.plan.serialize import read_plan, write_text
 from autopar.plan.simulated import rank_names, simulate_plan
 from autopar.plan.step_table import step_summary, step_text
-from autopar.plan.table import plan_summary, plan_table, sequence_length
+from autopar.plan.table import plan_summary, plan_table
 from autopar.plan.text import columns, digits, left_last, number, section
 from autopar.profiler.files import merge, profile_for, read_profiles, write_profiles
 from autopar.profiler.summary import profiles_summary, profiles_table
-from autopar.progress import Report, progress
+from autopar.progress import progress
 from autopar.report.timeline import step_trace
-
-if TYPE_CHECKING:
-    from autopar.compiler import ModelSource, Planned, PlanOptions
-    from autopar.ir.cluster import Cluster
+from autopar.requests import (
+    adopted,
+    cluster_of,
+    naming,
+    planning_options,
+    read_sound,
+    request_of,
+    source_of,
+)
 
 _DONE, _NO = 0, 1
-
-_PLANNING = (
-    "global_batch",
-    "precision",
-    "optimizer",
-    "time_limit",
-    "gap",
-    "backend",
-    "all_devices",
-)
-_ASKED = ("objective", "top")
-_GIB = 2**30
 
 
 def plan(options: Namespace) -> int:
@@ -156,10 +147,10 @@ def check(options: Namespace) -> int:
     found = read_plan(options.plan)
     problems = list(plan_problems(found))
     if options.model and not problems:
-        source = _source(options.model, found)
+        source = source_of(options.model, found)
         try:
             with progress() as report:
-                _adopt(found, source, report)
+                adopted(found, source, report)
         except PlanMismatch as error:
             problems.append(str(error))
     target = options.model or "itself"
@@ -173,11 +164,11 @@ def codegen(options: Namespace) -> int:
     """Write the program of a plan."""
     from autopar import compiler
 
-    _check_folder(options.output)
+    check_folder(options.output)
     found = read_sound(options.plan)
-    source = _source(options.model or found.model.name, found)
-    with progress() as report, _named(options.plan):
-        compiler.write_program(_adopt(found, source, report), options.output)
+    source = source_of(options.model or found.model.name, found)
+    with progress() as report, naming(options.plan):
+        compiler.write_program(adopted(found, source, report), options.output)
     files = sorted(
         path.relative_to(options.output).as_posix()
         for path in Path(options.output).rglob("*")
@@ -192,7 +183,7 @@ def verify(options: Namespace) -> int:
     """Answer whether the parallel program gives what the model gives on one device."""
     from autopar import local
 
-    source, request, given = _request(options)
+    source, request, given = request_of(options)
     with progress() as report:
         cluster = cluster_of(options, report)
         result = local.verify_source(source, cluster, request, given, report)
@@ -204,7 +195,7 @@ def train(options: Namespace) -> int:
     """Train for some steps, in parallel."""
     from autopar import local
 
-    source, request, given = _request(options)
+    source, request, given = request_of(options)
     with progress() as report:
         cluster = cluster_of(options, report)
         result = local.train_source(source, cluster, request, given, options.steps, report)
@@ -238,7 +229,7 @@ def zoo(options: Namespace) -> int:
 
 def hardware(options: Namespace) -> int:
     """List devices, their usual links, and where the figures are from."""
-    from autopar.costs.hardware import DEVICES
+    from autopar.costs.hardware import DEVICES, GIB
 
     dtypes = ("bfloat16", "float16", "float32")
     rows = []
@@ -247,7 +238,7 @@ def hardware(options: Namespace) -> int:
         rows.append(
             (
                 device.name,
-                digits(device.memory_bytes / _GIB),
+                digits(device.memory_bytes / GIB),
                 digits(device.memory_bandwidth_bytes_s / 1e9),
                 *(digits(device.flops(dtype) / 1e12) for dtype in dtypes),
                 digits(device.matmul_efficiency),
@@ -269,171 +260,6 @@ def hardware(options: Namespace) -> int:
 def _hardware_data(row: dict[str, Any]) -> dict[str, Any]:
     device = row["device"] | {"peak_flops": dict(row["device"]["peak_flops"])}
     return row | {"device": device}
-
-
-def read_sound(path: str) -> Plan:
-    """A plan from a file, sound in itself; every error names the file."""
-    found = read_plan(path)
-    with _named(path):
-        check_plan(found)
-    return found
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    try:
-        yield
-    except PlanMismatch as error:
-        raise PlanMismatch(f"{path}: {error}") from None
-
-
-def _source(spec: str, found: Plan) -> ModelSource:
-    """The model of a plan, at the plan's sequence length where autopar chooses that."""
-    from autopar import compiler
-
-    return compiler.load_source(spec, seq_len=None if ":" in spec else sequence_length(found))
-
-
-def _adopt(found: Plan, source: ModelSource, report: Report) -> Planned:
-    """A plan with the model it was made for, captured anew. Raises PlanMismatch if it was not."""
-    from autopar import compiler
-
-    request = compiler.PlanOptions(precision=found.training.precision)
-    model, batch, loss_fn = compiler.build_meta(source, request)
-    return compiler.adopt_plan(found, model, batch, loss_fn=loss_fn, progress=report)
-
-
-def cluster_of(options: Namespace, report: Report, spec: str | None = None) -> Cluster:
-    """The cluster asked for, its local processes as measured on this machine if not told not to."""
-    from autopar import devices
-    from autopar.costs.clusters import parse_cluster
-
-    spec = spec or options.cluster
-    if options.no_measure:
-        return parse_cluster(devices.resolve(spec))
-    return devices.measured_cluster(spec, progress=report)
-
-
-def planning_options(options: Namespace) -> PlanOptions:
-    """The planning options given; the others keep their defaults. Checks the pins at once."""
-    from autopar import compiler
-    from autopar.schedules.registry import SCHEDULES
-    from autopar.search.pins import parse_pins
-
-    parse_pins(options.pin, SCHEDULES)
-    pins = tuple(options.pin)
-    given: dict[str, Any] = {name: getattr(options, name) for name in _PLANNING}
-    given["time_limit_s"] = given.pop("time_limit")
-    if options.memory_limit is not None:
-        given["memory_limit_bytes"] = int(options.memory_limit * _GIB)
-    for name in _ASKED:  # by some commands alone
-        given[name] = getattr(options, name, None)
-    if prices := getattr(options, "price", []):
-        given["prices"] = dict(prices)
-    given["workers"] = options.workers or _cores()
-    given["cache_dir"] = _plan_cache(options)
-    given = {name: value for name, value in given.items() if value is not None}
-    if getattr(options, "keep", None):
-        pins = _kept(options)
-        given["price_pins"] = False
-    elif getattr(options, "free", ()):
-        raise InputError("--free without --keep: nothing is kept; name the plan with --keep")
-    return compiler.PlanOptions(pins=pins, **given)
-
-
-def _plan_cache(options: Namespace) -> Path | None:
-    """The folder that keeps what searches find. Raises InputError where none can be asked for."""
-    from autopar.devices import plans_folder
-
-    if options.no_cache:
-        if options.cache_dir:
-            raise InputError(f"--cache-dir {options.cache_dir} with --no-cache: leave out one")
-        return None
-    return Path(options.cache_dir) if options.cache_dir else plans_folder()
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # where there is no such call
-        return os.cpu_count() or 1
-
-
-def _kept(options: Namespace) -> tuple[tuple[str, str], ...]:
-    """The decisions of a plan to keep, those pinned aside; says which are left to the search."""
-    from autopar.search.keep import kept_pins
-
-    kept = kept_pins(read_sound(options.keep), options.free)
-    pinned = {key for key, _ in options.pin}
-    if left := [key for key in kept.left if key not in pinned]:
-        names = ", ".join(left)
-        print(f"autopar: {options.keep}: left to the search: {names}", file=sys.stderr)
-    return (*options.pin, *(each for each in kept.pins if each[0] not in pinned))
-
-
-def _request(options: Namespace) -> tuple[ModelSource, PlanOptions, Plan | None]:
-    """The model, the options, and the plan given, whose setup then replaces the options'."""
-    from autopar import compiler
-
-    if not options.plan:
-        request = planning_options(options)
-        return compiler.load_source(options.model, seq_len=options.seq_len), request, None
-    names = ("seq_len", *_PLANNING, "memory_limit", "pin")
-    given = [
-        f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])
-    ]
-    if given:
-        raise InputError(
-            f"--plan {options.plan} with {', '.join(given)}: a plan has these decided; leave them "
-            "out, or leave out --plan to make a new plan"
-        )
-    found = read_sound(options.plan)
-    training = found.training
-    request = compiler.PlanOptions(
-        global_batch=training.global_batch,
-        precision=training.precision,
-        optimizer=training.optimizer,
-    )
-    return _source(options.model, found), request, found
-
-
-def write_found(options: Namespace, found: Plan) -> None:
-    """Write a plan where asked, and say so; before it is printed, to a reader that may go."""
-    if options.output:
-        write_plan(found, options.output)
-        print(f"autopar: wrote {options.output}", file=sys.stderr)
-
-
-def check_file(path: str) -> None:
-    """Raise InputError where a file cannot be written there, before work is spent on it."""
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"-o {path}: is a folder; give the name of a file")
-    _check_parent(path)
-
-
-def _check_folder(path: str) -> None:
-    """As `_check_file`. A folder with other things in it than a program is not written into."""
-    target = Path(path)
-    if target.exists() and not target.is_dir():
-        raise InputError(f"-o {path}: is a file; give the name of a folder")
-    if target.is_dir() and any(target.iterdir()) and not (target / "plan.json").exists():
-        raise InputError(f"-o {path}: holds other files than a program; give a new folder")
-    _check_parent(path)
-
-
-def _check_parent(path: str) -> None:
-    parent = Path(path).absolute().parent
-    if not parent.is_dir():
-        raise InputError(f"-o {path}: there is no folder {Path(path).parent}; make it first")
-    if not os.access(parent, os.W_OK):
-        raise InputError(f"-o {path}: the folder {Path(path).parent} cannot be written to")
-
-
-def print_result(options: Namespace, data: Mapping[str, Any], text: str) -> None:
-    """One JSON object if asked for, else text."""
-    print(json.dumps(data, indent=1) if options.json else text)
 
 
 def _mapping_text(result: Mapping[str, Any]) -> str:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 
-from autopar.commands import (
-    check_file,
-    cluster_of,
-    planning_options,
-    print_result,
-    read_sound,
-    write_found,
-)
 from autopar.costs.clusters import resized
+from autopar.outputs import check_file, print_result, write_found
 from autopar.progress import progress
+from autopar.requests import cluster_of, planning_options, read_sound, with_search
 
 _DONE, _NO = 0, 1
 
@@ -60,7 +55,7 @@ def what_if(options: Namespace) -> int:
             options.changes,
             report,
             model=options.model,
-            time_limit_s=options.time_limit,
+            search=partial(with_search, options),
         )
     write_found(options, result.after)
     print_result(options, result.as_dict() | {"output": options.output}, result.text)

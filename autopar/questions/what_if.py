@@ -73,21 +73,20 @@ def what_if(
     progress: Progress,
     *,
     model: str | None = None,
-    time_limit_s: float | None = None,
+    search: Callable[[PlanOptions], PlanOptions] = lambda options: options,
 ) -> WhatIf:
     """A plan made again for what it was made for, but for the changes (see `CHANGES`).
 
     `model` is needed for one of the user's own; by default it is the zoo model that the plan names.
+    `search` may set how long, by how many processes and from what cache the plan is searched for.
     Raises InputError for a change that is unknown or malformed, InfeasiblePlan where nothing fits.
     """
     asked = _request(plan)
     for key, value in changes:
         asked = _changed(asked, key, value)
-    if time_limit_s is not None:
-        asked = replace(asked, options=replace(asked.options, time_limit_s=time_limit_s))
     spec = model or plan.model.name
     source = load_source(spec, seq_len=None if ":" in spec else asked.seq_len)
-    after = plan_source(source, asked.cluster, asked.options, progress).plan
+    after = plan_source(source, asked.cluster, search(asked.options), progress).plan
     return WhatIf(changes=tuple(changes), before=plan, after=after)
 
 

@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "ir": set(),
     "errors": set(),
     "progress": set(),
+    "arguments": set(),
+    "outputs": NOUNS | {"plan"},
     "capture": NOUNS,
     "rules": NOUNS,
     "costs": NOUNS,
@@ -49,9 +51,10 @@ are the edge: they call the stages."""
 
 EDGE = {
     *("__init__", "__main__", "api", "cli", "commands"),
-    *("compiler", "devices", "jobs", "local", "pinning", "profiling", "questions"),
+    *("compiler", "devices", "jobs", "local", "pinning", "profiling", "questions", "requests"),
 }
-TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - {"__init__", "__main__", "cli", "commands"}
+COMMAND_LINE = {"__init__", "__main__", "cli", "commands", "requests"}
+TORCH_PARTS = {"capture", "runtime", "sources"} | EDGE - COMMAND_LINE
 TORCH_FILES = {
     "autopar/costs/measure.py",
     # these run ops and collectives; files and database of the profiler are read without torch
@@ -70,7 +73,6 @@ TORCH_FILES = {
 
 ENVIRONMENT = {
     "autopar/cli.py",
-    "autopar/commands.py",
     "autopar/devices.py",
     "autopar/runtime/launch.py",
     "autopar/runtime/worker.py",

@@ -72,7 +72,10 @@ def test_a_change_that_is_none_is_refused(quiet, plan, change, message):
 def test_the_command_writes_the_new_plan(capsys, tmp_path, plan):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     write_plan(plan, old)
-    assert main(["what-if", str(old), "nodes=1", "-o", str(new), "--json"]) == 0
+    cache = tmp_path / "cache"
+    searching = ["--cache-dir", str(cache), "--workers", "1", "--time-limit", "60"]
+    assert main(["what-if", str(old), "nodes=1", "-o", str(new), "--json", *searching]) == 0
+    assert any(path.is_file() for path in cache.rglob("*"))
     found = json.loads(capsys.readouterr().out)
     assert found["step_s"]["after"] == pytest.approx(read_plan(new).prediction.step_s)
     assert read_plan(new).cluster.spec == "2:h100-sxm"
