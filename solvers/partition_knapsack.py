@@ -1,14 +1,20 @@
 """A multiple-choice knapsack, exact: the least cost of one option per block within a capacity.
 
 The multiplier that maximises the Lagrangian gives a lower bound and, per option, a reduced cost
-r >= 0 such that any solution costs bound + sum r + multiplier * unused capacity. The minimiser
-that uses least is feasible, so the optimum lies within a known window of the bound, and only
-partial solutions within that window are kept while options are merged block by block. The idea is
-that of a core (Pisinger, European Journal of Operational Research 83, 1995).
+r >= 0 such that any solution costs bound + sum r + multiplier * unused capacity. Two options of one
+group, its line, have none. With as many of its blocks as fit on the one that uses more, a solution
+is at most one block's choice above the bound: the optimum lies within that window, and only what
+other blocks may choose within it is looked at. The idea is that of a core (Pisinger, European
+Journal of Operational Research 83, 1995).
+
+Blocks of a group are equal, so that only how many take an option counts: what many of them may
+choose is made by doubling their number, and how many are at which end of the line follows from
+what the rest leaves.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Numbers = NDArray[np.intp]
 
 _ROUNDING = 1e-12
 _MAX_POINTS = 20_000
@@ -48,6 +55,49 @@ class _TooMany(Exception):
     """More partial solutions than are kept."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Ways:
+    """Ways to run some blocks: what each costs, uses and is above the bound, and how many blocks
+    take every option of all groups [way, option]."""
+
+    cost: Array
+    used: Array
+    excess: Array
+    counts: Numbers
+
+    def within(self, window: float) -> _Ways:
+        """Those of at most so much excess that no other matches or beats in cost and usage."""
+        kept = np.flatnonzero(self.excess <= window)
+        kept = kept[_front(self.cost[kept], self.used[kept])]
+        return _Ways(
+            cost=self.cost[kept],
+            used=self.used[kept],
+            excess=self.excess[kept],
+            counts=self.counts[kept],
+        )
+
+    def joined(self, other: _Ways, window: float) -> _Ways:
+        """Every way of these blocks with every one of others, within a window. Raises _TooMany."""
+        if len(self.cost) * len(other.cost) > _MAX_POINTS:
+            raise _TooMany
+        first = np.repeat(np.arange(len(self.cost)), len(other.cost))
+        second = np.tile(np.arange(len(other.cost)), len(self.cost))
+        return _Ways(
+            cost=self.cost[first] + other.cost[second],
+            used=self.used[first] + other.used[second],
+            excess=self.excess[first] + other.excess[second],
+            counts=self.counts[first] + other.counts[second],
+        ).within(window)
+
+    def repeated(self, count: int, window: float) -> _Ways:
+        """The ways of `count` blocks, from those of one. Raises _TooMany."""
+        if count == 1:
+            return self
+        half = self.repeated(count // 2, window)
+        whole = half.joined(half, window)
+        return whole.joined(self, window) if count % 2 else whole
+
+
 def pack(groups: Sequence[Group], free: float, cutoff: float = math.inf) -> Packing | None:
     """The cheapest packing into `free`, if it costs less than `cutoff`.
 
@@ -58,21 +108,19 @@ def pack(groups: Sequence[Group], free: float, cutoff: float = math.inf) -> Pack
     multiplier, bound = best_multiplier(groups, free)
     if bound >= cutoff:
         return None
-    start = _least_usage(groups, multiplier)
-    cost, used = _totals(groups, start)
-    if used > free:  # rounding at a tie: fall back to what surely fits
-        start = tuple(int(g.used.argmin()) for g in groups for _ in range(g.count))
-        cost, used = _totals(groups, start)
+    core = _Core(groups, multiplier, free)
+    start = core.start()
+    cost = _cost(groups, start)
     tolerance = _ROUNDING * (abs(bound) + abs(multiplier * free) + cost)
     proven = bound
     for share in (_FIRST_WINDOW, 1.0):
         window = share * (min(cost, cutoff) - bound) + tolerance
         try:
-            options = _within_window(groups, free, multiplier, bound, window)
+            options = core.best(window)
         except _TooMany:
             return Packing(cost=cost, bound=min(cost, proven), options=start)
-        if options is not None:
-            best = _totals(groups, options)[0]
+        best = math.inf if options is None else _cost(groups, options)
+        if options is not None and best <= bound + window:
             return Packing(cost=best, bound=best, options=options)
         proven = bound + window - tolerance
     return None if cutoff < cost else Packing(cost=cost, bound=cost, options=start)
@@ -80,11 +128,12 @@ def pack(groups: Sequence[Group], free: float, cutoff: float = math.inf) -> Pack
 
 def best_multiplier(groups: Sequence[Group], free: float) -> tuple[float, float]:
     """The multiplier (cost per unit of usage) with the greatest Lagrangian bound, and the bound."""
-    multipliers = {0.0}
+    found = [np.zeros(1)]
     for g in groups:
-        for i, j in np.argwhere((g.used[:, None] > g.used) & (g.cost[:, None] < g.cost)):
-            multipliers.add(float((g.cost[j] - g.cost[i]) / (g.used[i] - g.used[j])))
-    values = np.array(sorted(multipliers))
+        saved, more = g.used[:, None] - g.used, g.cost - g.cost[:, None]
+        trades = (saved > 0) & (more > 0)
+        found.append(more[trades] / saved[trades])
+    values = np.unique(np.concatenate(found))
     total = -values * free
     for g in groups:
         total += g.count * (g.cost + values[:, None] * g.used).min(axis=1)
@@ -92,73 +141,110 @@ def best_multiplier(groups: Sequence[Group], free: float) -> tuple[float, float]
     return float(values[best]), float(total[best])
 
 
-def _least_usage(groups: Sequence[Group], multiplier: float) -> tuple[int, ...]:
-    """The minimiser of the Lagrangian that uses least."""
-    chosen = []
-    for g in groups:
-        value = g.cost + multiplier * g.used
-        ties = np.flatnonzero(value <= value.min() * (1 + _ROUNDING))
-        chosen += [int(ties[g.used[ties].argmin()])] * g.count
-    return tuple(chosen)
+class _Core:
+    """Solutions near the Lagrangian bound at a multiplier. Of the group `line`, blocks that choose
+    `small` or `large` are counted last."""
+
+    def __init__(self, groups: Sequence[Group], multiplier: float, free: float) -> None:
+        self.groups, self.free = groups, free
+        values = [g.cost + multiplier * g.used for g in groups]
+        self._excess = [value - value.min() for value in values]
+        self._first = [0, *itertools.accumulate(len(g.cost) for g in groups)]
+        ties = [np.flatnonzero(v <= v.min() * (1 + _ROUNDING)) for v in values]
+        self._least = [int(t[g.used[t].argmin()]) for g, t in zip(groups, ties, strict=True)]
+        most = [int(t[g.used[t].argmax()]) for g, t in zip(groups, ties, strict=True)]
+        spans = [
+            g.count * float(g.used[high] - g.used[low])
+            for g, low, high in zip(groups, self._least, most, strict=True)
+        ]
+        self._line = int(np.argmax(spans))
+        self._small, self._large = self._least[self._line], most[self._line]
+
+    def start(self) -> tuple[int, ...]:
+        """What fits where blocks take options of no excess, those off the line the smallest of
+        these; else what uses least."""
+        beside = self._beside([[option] for option in self._least], math.inf)
+        found = self._filled(beside, self.groups[self._line].count)
+        least = tuple(int(g.used.argmin()) for g in self.groups for _ in range(g.count))
+        return least if found is None else found[1]
+
+    def best(self, window: float) -> tuple[int, ...] | None:
+        """The best packing of those within a window, where one fits. Raises _TooMany."""
+        allowed = [np.flatnonzero(excess <= window).tolist() for excess in self._excess]
+        ways = self._beside(allowed, window)
+        off = [o for o in allowed[self._line] if o not in (self._small, self._large)]
+        best: tuple[float, tuple[int, ...]] | None = None
+        for left in range(self.groups[self._line].count, -1, -1):
+            found = self._filled(ways, left)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+            if not off or not len(ways.cost):
+                break
+            ways = ways.joined(self._one(self._line, off), window)
+        return None if best is None else best[1]
+
+    def _beside(self, allowed: Sequence[Sequence[int]], window: float) -> _Ways:
+        """The ways of all blocks but those of the line's group."""
+        settled = np.zeros((1, self._first[-1]), dtype=np.intp)
+        cost, used, several = np.zeros(1), np.zeros(1), []
+        for index, (group, options) in enumerate(zip(self.groups, allowed, strict=True)):
+            if index == self._line:
+                continue
+            if len(options) > 1:
+                several.append(index)
+                continue
+            settled[0, self._first[index] + options[0]] = group.count
+            cost += group.count * group.cost[options[0]]
+            used += group.count * group.used[options[0]]
+        ways = _Ways(cost=cost, used=used, excess=np.zeros(1), counts=settled)
+        for index in several:
+            one = self._one(index, allowed[index])
+            ways = ways.joined(one.repeated(self.groups[index].count, window), window)
+        return ways
+
+    def _one(self, index: int, options: Sequence[int]) -> _Ways:
+        """The ways of one block of a group, by some of its options."""
+        group, some = self.groups[index], np.array(options, dtype=np.intp)
+        counts = np.zeros((len(some), self._first[-1]), dtype=np.intp)
+        counts[np.arange(len(some)), self._first[index] + some] = 1
+        return _Ways(
+            cost=group.cost[some],
+            used=group.used[some],
+            excess=self._excess[index][some],
+            counts=counts,
+        ).within(math.inf)
+
+    def _filled(self, ways: _Ways, left: int) -> tuple[float, tuple[int, ...]] | None:
+        """The cheapest of some ways with the `left` last blocks on the line, where one fits."""
+        group = self.groups[self._line]
+        small, large = group.used[self._small], group.used[self._large]
+        room = self.free - ways.used - left * small
+        more = np.full(len(room), left)
+        if large > small:
+            more = np.minimum(left, np.floor(room / (large - small) * (1 + _ROUNDING)).astype(int))
+            more -= ways.used + (left - more) * small + more * large > self.free
+        cost = ways.cost + (left - more) * group.cost[self._small] + more * group.cost[self._large]
+        cost = np.where((more >= 0) & (room >= 0), cost, np.inf)
+        at = int(cost.argmin()) if len(cost) else 0
+        if not len(cost) or math.isinf(cost[at]):
+            return None
+        counts = ways.counts[at].copy()
+        counts[self._first[self._line] + self._small] += left - more[at]
+        counts[self._first[self._line] + self._large] += more[at]
+        own = (range(len(g.cost)) for g in self.groups)
+        options = np.repeat(np.fromiter(itertools.chain.from_iterable(own), np.intp), counts)
+        return float(cost[at]), tuple(options.tolist())
 
 
-def _totals(groups: Sequence[Group], options: tuple[int, ...]) -> tuple[float, float]:
-    cost = used = 0.0
-    position = 0
+def _cost(groups: Sequence[Group], options: tuple[int, ...]) -> float:
+    cost, position = 0.0, 0
     for g in groups:
-        chosen = list(options[position : position + g.count])
-        cost += float(g.cost[chosen].sum())
-        used += float(g.used[chosen].sum())
+        cost += float(g.cost[list(options[position : position + g.count])].sum())
         position += g.count
-    return cost, used
+    return cost
 
 
-def _within_window(
-    groups: Sequence[Group], free: float, multiplier: float, bound: float, window: float
-) -> tuple[int, ...] | None:
-    """The best packing that costs at most bound + window, or None. Raises _TooMany."""
-    blocks = [g for g in groups for _ in range(g.count)]
-    choices = [
-        np.flatnonzero(g.cost + multiplier * g.used <= _base(g, multiplier) + window)
-        for g in blocks
-    ]
-    least = _suffix([float(g.used[c].min()) for g, c in zip(blocks, choices, strict=True)])
-    most = _suffix([float(g.used[c].max()) for g, c in zip(blocks, choices, strict=True)])
-    cost, used, base = np.zeros(1), np.zeros(1), 0.0
-    trail: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
-    for index, (g, allowed) in enumerate(zip(blocks, choices, strict=True)):
-        base += _base(g, multiplier)
-        width = len(allowed)
-        new_cost = (cost[:, None] + g.cost[allowed]).reshape(-1)
-        new_used = (used[:, None] + g.used[allowed]).reshape(-1)
-        unused = np.maximum(0.0, free - new_used - most[index + 1])
-        excess = new_cost + multiplier * new_used - base + multiplier * unused
-        fitting = (new_used <= free - least[index + 1]) & (excess <= window)
-        kept = np.flatnonzero(fitting)
-        kept = kept[_front(new_cost[kept], new_used[kept])]
-        if len(kept) > _MAX_POINTS:
-            raise _TooMany
-        cost, used = new_cost[kept], new_used[kept]
-        trail.append((kept // width, allowed[kept % width]))
-    if len(cost) == 0:
-        return None
-    at, options = int(cost.argmin()), []
-    for parent, option in reversed(trail):
-        options.append(int(option[at]))
-        at = int(parent[at])
-    return tuple(reversed(options))
-
-
-def _base(group: Group, multiplier: float) -> float:
-    return float((group.cost + multiplier * group.used).min())
-
-
-def _suffix(values: list[float]) -> Array:
-    """Sums from each index to the end, and 0."""
-    return np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
-
-
-def _front(cost: Array, used: Array) -> NDArray[np.intp]:
+def _front(cost: Array, used: Array) -> Numbers:
     """Indices of the points that no other matches or beats in both."""
     order = np.lexsort((used, cost))
     ordered = used[order]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.partition_compositions import compositions
 from solvers.partition_frontier import ClassTable, Frontier, empty_frontier, extend
 from solvers.partition_knapsack import Group, Packing, best_multiplier, pack
 from solvers.partition_problem import PartitionProblem
@@ -30,6 +31,9 @@ Array = NDArray[np.float64]
 _MAX_MULTIPLIERS = 64
 _MAX_STEPS = 8
 _MAX_POINTS = 1000
+_MAX_GROWN = 256
+"""Blocks up to which frontiers are grown."""
+
 _ROUNDING = 1e-12
 
 
@@ -99,14 +103,14 @@ class Pricer:
     def of(cls, problem: PartitionProblem, deadline: float) -> Pricer:
         """Prices of the runs of a chain."""
         kinds, kind_of_stage = _stage_kinds(problem)
-        run, compositions = _compositions(problem)
+        run, counts = compositions(problem.blocks, len(problem.classes))
         tables = [ClassTable(options) for options in problem.classes]
         return cls(
             kinds=kinds,
             kind_of_stage=kind_of_stage,
             classes=dict.fromkeys(sorted(set(problem.stage_device)), tables),
             run=run,
-            compositions=compositions,
+            compositions=counts,
             weight=_time_weight(problem),
             deadline=deadline,
         )
@@ -206,15 +210,14 @@ class Pricer:
     def _price(self, stage: StageKind, counts: tuple[int, ...]) -> tuple[Price, ...]:
         thresholds = self._own_thresholds(counts, stage.device)
         found: list[Price] = []
-        for threshold in thresholds if len(thresholds) <= _MAX_STEPS else ():
+        if len(thresholds) > _MAX_STEPS or sum(counts) > _MAX_GROWN:
+            return self._packed(stage, counts, thresholds)
+        for threshold in thresholds:
             frontier = self._frontier(stage, threshold, counts)
             if frontier is None:
-                break
+                return self._packed(stage, counts, thresholds)
             found += _fitting(frontier, stage, threshold)
-        else:
-            if len(thresholds) <= _MAX_STEPS:
-                return _pareto_prices(found)
-        return self._packed(stage, counts, thresholds)
+        return _pareto_prices(found)
 
     def _packed(
         self, stage: StageKind, counts: tuple[int, ...], thresholds: list[float]
@@ -415,19 +418,6 @@ def _stage_kinds(problem: PartitionProblem) -> tuple[list[StageKind], list[int]]
         )
         kind_of_stage.append(kinds.setdefault(kind, len(kinds)))
     return list(kinds), kind_of_stage
-
-
-def _compositions(problem: PartitionProblem) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Composition index of every run [start, end), and the block counts of every composition."""
-    length = len(problem.blocks)
-    prefix = np.zeros((length + 1, len(problem.classes)), dtype=np.intp)
-    prefix[np.arange(1, length + 1), list(problem.blocks)] = 1
-    prefix = prefix.cumsum(axis=0)
-    starts, ends = np.triu_indices(length + 1, k=1)
-    compositions, index = np.unique(prefix[ends] - prefix[starts], axis=0, return_inverse=True)
-    run = np.zeros((length + 1, length + 1), dtype=np.intp)
-    run[starts, ends] = index.reshape(-1)
-    return run, compositions
 
 
 def _time_weight(problem: PartitionProblem) -> float:

@@ -51,7 +51,7 @@ def test_pack_equals_brute_force():
 def test_pack_that_gives_up_still_bounds(monkeypatch):
     monkeypatch.setattr(partition_knapsack, "_MAX_POINTS", 1)
     gave_up = 0
-    for seed in range(200):
+    for seed in range(800):
         rng = np.random.default_rng(seed)
         groups, free = random_groups(rng), float(rng.integers(0, 25))
         best, packing = exhaustive(groups, free), pack(groups, free)
@@ -70,3 +70,32 @@ def test_pareto_keeps_exactly_the_unbeaten():
         unique = np.unique(points.T, axis=0)
         beaten = (unique[None] <= unique[:, None]).all(axis=2).sum(axis=1) > 1
         assert sorted(map(tuple, kept.T)) == sorted(map(tuple, unique[~beaten]))
+
+
+def test_pack_of_many_equal_blocks_equals_a_walk_over_their_counts():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        count, options = int(rng.integers(20, 60)), int(rng.integers(2, 5))
+        cost, used = (rng.integers(0, 40, options) for _ in range(2))
+        alone_cost, alone_used = (rng.integers(0, 200, 3) for _ in range(2))
+        free = int(rng.integers(count * used.min(), count * used.max() + 100))
+        least = np.full(free + 1, np.inf)
+        for c, u in zip(alone_cost, alone_used, strict=True):
+            if u <= free:
+                least[u] = min(least[u], c)
+        for _ in range(count):
+            after = np.full(free + 1, np.inf)
+            for c, u in zip(cost, used, strict=True):
+                if u <= free:
+                    after[u:] = np.minimum(after[u:], least[: free + 1 - u] + c)
+            least = after
+        many = Group(count=count, cost=cost.astype(float), used=used.astype(float))
+        alone = Group(count=1, cost=alone_cost.astype(float), used=alone_used.astype(float))
+        packing = pack([many, alone], float(free))
+        if np.isinf(least.min()):
+            assert packing is None
+            continue
+        assert packing.cost == packing.bound == pytest.approx(least.min(), rel=1e-12)
+        assert (
+            sum(used[o] for o in packing.options[:count]) + alone_used[packing.options[-1]] <= free
+        )
