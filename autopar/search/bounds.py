@@ -8,12 +8,14 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.collective import CollectiveOp
 from autopar.search.floors import Floors
 from autopar.search.grid import Grid
 from autopar.search.home import Home
-from autopar.search.pipelines import Weights, equal_step, has_closed_form, least_step
+from autopar.search.pipelines import Shares, Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.stages import chain_problem
@@ -51,7 +53,7 @@ class Bounds:
 
     problems: ShardingProblems
     _floors: dict[Home, Floors] = field(default_factory=dict)
-    _shares: dict[Grid, tuple[float, float]] = field(default_factory=dict)
+    _shares: dict[Grid, Shares] = field(default_factory=dict)
     _plain: dict[object, float] = field(default_factory=dict)
 
     @property
@@ -108,7 +110,7 @@ class Bounds:
         pipe, slowdown = grid.pipe, self._slowdown
         if has_closed_form(pipe, slowdown):
             return self._least_weights(grid)
-        return Weights.of(equal_step(pipe, *self._parts(grid), slowdown), pipe, slowdown)
+        return Weights.of(equal_step(pipe, self._parts(grid), slowdown), pipe, slowdown)
 
     def _least_weights(self, grid: Grid) -> Weights:
         """The objective of a bound: the least bubble that the schedule can leave."""
@@ -129,27 +131,30 @@ class Bounds:
         """The same where it is known what the parts of a split backward take."""
         if not grid.pipe.splits_backward:
             return self._least_weights(grid)
-        step = least_step(grid.pipe, self._slowdown, *self._parts(grid))
+        parts = self._parts(grid)
+        step = least_step(grid.pipe, self._slowdown, parts.forward, parts.weight)
         return Weights.of(step, grid.pipe, self._slowdown)
 
     @property
     def _slowdown(self) -> float:
         return self.pricer.setting.cluster.slowdown
 
-    def _parts(self, grid: Grid) -> tuple[float, float]:
-        """The shares of forwards and of weight gradients in the work of all blocks."""
+    def _parts(self, grid: Grid) -> Shares:
+        """The shares of the parts of a pass in the work of all blocks."""
         if grid.base not in self._shares:
             chain, (home, own) = self.pricer.setting.chain, self.pricer.places.spots(grid)[0]
-            forward_s = weight_s = total_s = 0.0
+            parts_s = np.zeros(len(Shares._fields))
+            total_s = 0.0
             for block_class in chain.classes:
                 cost = self.problems.at(home).fastest_passes(own, block_class.index)
                 if cost is None:
                     continue
                 count = len(block_class.members)
-                forward_s += count * cost.forward_s
-                weight_s += count * cost.weight_s
+                waits_s = cost.forward_s - cost.forward_compute_s
+                late_s = cost.backward_s - cost.backward_compute_s
+                parts_s += count * np.array([cost.forward_s, cost.weight_s, waits_s, late_s])
                 total_s += count * (cost.forward_s + cost.backward_s)
-            shares = (forward_s / total_s, weight_s / total_s) if total_s else (0.5, 0.0)
+            shares = Shares(*(parts_s / total_s).tolist()) if total_s else Shares(0.5, 0.0)
             self._shares[grid.base] = shares
         return self._shares[grid.base]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.schedules.action import ActionKind, Schedule
 from autopar.schedules.arrivals import most_under_way
@@ -197,22 +198,33 @@ def has_closed_form(pipeline: Pipeline, slowdown: float = 1.0) -> bool:
     return pipeline.schedule == "interleaved-1f1b" and whole
 
 
-def equal_step(pipeline: Pipeline, forward: float, weight: float, slowdown: float = 1.0) -> float:
+class Shares(NamedTuple):
+    """Parts of the time that stages take for a micro-batch: forwards, weight gradients, and the
+    collectives that forwards and backwards wait for."""
+
+    forward: float
+    weight: float
+    forward_waits: float = 0.0
+    backward_waits: float = 0.0
+
+
+def equal_step(pipeline: Pipeline, shares: Shares, slowdown: float = 1.0) -> float:
     """What the schedule takes with equal stages of one second and free messages, by simulation.
 
-    `forward` and `weight` are the shares of forward and weight gradients in the second. A step
-    longer than a short one takes a rank's work more for each micro-batch more.
+    A step longer than a short one takes a rank's work more for each micro-batch more.
     """
-    shares = (round(forward * _STEPS), round(weight * _STEPS))
+    if slowdown == 1.0:  # collectives are as long as they are
+        shares = Shares(shares.forward, shares.weight)
+    steps = tuple(round(share * _STEPS) for share in shares)
     short = pipeline.short()
     more = pipeline.micro_batches - short.micro_batches
-    return _simulated(short, *shares, slowdown) + more * pipeline.chunks
+    return _simulated(short, steps, slowdown) + more * pipeline.chunks
 
 
 @functools.lru_cache(maxsize=4096)
-def _simulated(pipeline: Pipeline, forward: int, weight: int, slowdown: float) -> float:
+def _simulated(pipeline: Pipeline, steps: tuple[int, ...], slowdown: float) -> float:
     stages = pipeline.num_stages
-    first, last = forward / _STEPS, weight / _STEPS
+    first, last, before, behind = (count / _STEPS for count in steps)
     times = StageTimes(
         forward_s=(first,) * stages,
         backward_s=(1.0 - first,) * stages,
@@ -221,6 +233,9 @@ def _simulated(pipeline: Pipeline, forward: int, weight: int, slowdown: float) -
     )
     timeline = simulate(insert_communication(pipeline.build()), times)
     if slowdown > 1 and pipeline.flushes:
-        nothing = (0.0,) * pipeline.ranks
-        timeline = share_cores(timeline, slowdown, nothing, nothing).timeline
+        nothing, waits = (0.0,) * pipeline.ranks, dict[tuple[ActionKind, int], float]()
+        for stage in range(stages):
+            waits[_K.FORWARD, stage] = before
+            waits[_K.BACKWARD, stage] = waits[_K.BACKWARD_INPUT, stage] = behind
+        timeline = share_cores(timeline, slowdown, nothing, nothing, waits).timeline
     return timeline.step_s

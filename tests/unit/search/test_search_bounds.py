@@ -12,7 +12,7 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Sharpness
 from autopar.search.floors import Floors
 from autopar.search.grids import grids
-from autopar.search.pipelines import FREE, Pipeline, equal_step, least_step
+from autopar.search.pipelines import FREE, Pipeline, Shares, equal_step, least_step
 from autopar.search.planner import Planner
 from model_zoo.gpt import GPT, GPTConfig
 from model_zoo.mlp import MLP
@@ -101,7 +101,7 @@ def test_no_schedule_takes_less_than_its_least(schedule, chunks):
             continue
         pipe = Pipeline(schedule=schedule, ranks=ranks, chunks=chunks, micro_batches=batches)
         for forward, weight in ((1 / 3, 1 / 3), (0.2, 0.5), (0.5, 0.1), (0.34, 0.0)):
-            step = equal_step(pipe, forward, weight)
+            step = equal_step(pipe, Shares(forward, weight))
             assert least_step(pipe, 1.0, forward, weight) <= step * (1 + 1e-9)
             assert least_step(pipe, weight=weight) <= step * (1 + 1e-9)
             assert least_step(pipe) <= step * (1 + 1e-9)

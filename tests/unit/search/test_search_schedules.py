@@ -28,6 +28,7 @@ from autopar.schedules.in_flight import (
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.simulate import simulate
+from autopar.schedules.step import StageLoad, simulate_step
 from autopar.schedules.timeline import StageTimes
 from autopar.search import make_plan
 from autopar.search.pins import parse_pins
@@ -35,6 +36,7 @@ from autopar.search.pipelines import (
     FREE,
     HIDES_MESSAGES,
     Pipeline,
+    Shares,
     Weights,
     equal_step,
     has_closed_form,
@@ -133,6 +135,27 @@ def test_what_is_held_is_read_off_the_schedule(pipeline):
     assert all(a <= b for a, b in zip(held_together(pipeline), in_flight(pipeline), strict=True))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_collectives_are_no_faster_where_ranks_leave_cores_to_each_other(name, micro_batches):
+    pipeline = Pipeline(schedule=name, ranks=2, chunks=1, micro_batches=micro_batches)
+    shares = Shares(0.25, 0.25, forward_waits=0.125, backward_waits=0.25)
+    load = StageLoad(
+        forward_s=0.25,
+        backward_s=0.75,
+        backward_weight_s=0.25,
+        forward_waits_s=0.125,
+        backward_waits_s=0.25,
+    )
+    step = simulate_step(pipeline.build(), [load, load], slowdown=2.0)
+    assert equal_step(pipeline, shares, 2.0) == pytest.approx(step.step_s)
+    without = equal_step(pipeline, Shares(0.25, 0.25), 2.0)
+    if micro_batches == 1:  # one of both computes, twice as fast
+        assert without == pytest.approx(1.0)
+        assert equal_step(pipeline, shares, 2.0) == pytest.approx(0.625 + 2 * 0.375)
+    assert equal_step(pipeline, shares) == equal_step(pipeline, Shares(0.25, 0.25))
+
+
 @pytest.mark.parametrize("pipeline", pipelines(), ids=str)
 def test_the_objective_is_exact_for_equal_stages(pipeline):
     if SCHEDULES[pipeline.schedule].why_not(
@@ -147,7 +170,11 @@ def test_the_objective_is_exact_for_equal_stages(pipeline):
         backward_weight_s=(0.25,) * stages,
     )
     simulated = simulate(insert_communication(pipeline.build()), times).step_s
-    step = least_step(pipeline) if has_closed_form(pipeline) else equal_step(pipeline, 0.25, 0.25)
+    step = (
+        least_step(pipeline)
+        if has_closed_form(pipeline)
+        else equal_step(pipeline, Shares(0.25, 0.25))
+    )
     assert step == pytest.approx(simulated)
     assert least_step(pipeline) <= simulated * (1 + 1e-12)
     weights = Weights.of(step, pipeline)
@@ -177,7 +204,7 @@ def objective_and_step(pipeline: Pipeline, stage_s: list[float], message_s: floa
         send_forward_s=(message_s,) * (stages - 1),
         send_backward_s=(message_s,) * (stages - 1),
     )
-    weights = Weights.of(equal_step(pipeline, 1 / 3, 1 / 3 if split else 0.0), pipeline)
+    weights = Weights.of(equal_step(pipeline, Shares(1 / 3, 1 / 3 if split else 0.0)), pipeline)
     problem = PartitionProblem(
         blocks=tuple(range(stages)),
         classes=tuple((BlockOption(time_s=t, static_bytes=0.0, saved_bytes=0.0),) for t in stage_s),
