@@ -42,6 +42,7 @@ from autopar.arguments import (
     trace_file,
     two_plans,
 )
+from autopar.collecting import seldom_collecting
 from autopar.errors import AutoparError, InputError
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
@@ -66,6 +67,7 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see '{self.prog} --help'")
 
 
+@seldom_collecting()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status. Writes results to stdout, all else to stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -89,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         if debug:
             traceback.print_exc()
-        kind = type(error).__name__
-        return _fail(str(error), error.exit_status, kind, as_json=as_json)
+        return _fail(str(error), error.exit_status, type(error).__name__, as_json=as_json)
     except Exception as error:
         hint = "this is a fault of autopar"
         if debug:

@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import BinaryIO
 
+from autopar.collecting import seldom_collecting
 from autopar.search.ahead import Question
 from autopar.search.planner import Planner
 from autopar.search.setting import Setting
@@ -18,6 +19,7 @@ _Messages = queue.SimpleQueue[tuple[int, Setting | None, list[Question]]]
 """The number of a setting, the setting where it is new, and questions of its search."""
 
 
+@seldom_collecting()
 def main() -> None:
     """Serve the process at the other end of standard input and output, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which that process is given too, and handles

@@ -26,6 +26,7 @@ NOUNS = {"ir", "errors"}
 MAY_IMPORT = {
     "ir": set(),
     "errors": set(),
+    "collecting": set(),
     "progress": set(),
     "arguments": set(),
     "outputs": NOUNS | {"plan"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "schedules": NOUNS,
     "plan": NOUNS | {"schedules"},
     "report": NOUNS | {"plan", "schedules"},
-    "search": NOUNS | {"costs", "plan", "rules", "schedules"},
+    "search": NOUNS | {"collecting", "costs", "plan", "rules", "schedules"},
     # the kernel of a strategy is found again in the rules; the list of collectives has the weights
     # that a backward reads, which the saved activations are priced from
     "codegen": NOUNS | {"costs", "plan", "rules"},
