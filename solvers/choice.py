@@ -32,9 +32,15 @@ _WORTH_ANOTHER = 0.8
 
 
 def solve_choice(
-    problem: ChoiceProblem, *, backend: str = "highs", time_limit_s: float = 60.0, gap: float = 1e-6
+    problem: ChoiceProblem,
+    *,
+    backend: str = "highs",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-6,
+    core: Core | None = None,
 ) -> ChoiceSolution:
-    """The cheapest choice within every capacity, proven to within the relative `gap`.
+    """The cheapest choice within every capacity, proven to within the relative `gap`. `core` is
+    what is left of the problem where it is reduced in part already; it is used up.
 
     Status: OPTIMAL (gap met), FEASIBLE (time was up; `gap` says how far), TIME_LIMIT (nothing
     found; `bound` still holds) or INFEASIBLE, with the constraints in conflict. Raises
@@ -42,7 +48,7 @@ def solve_choice(
     and capacities.
     """
     run = _Run(problem=problem, engine=get_backend(backend), gap=gap, limit_s=time_limit_s)
-    core = build_core(problem)
+    core = build_core(problem) if core is None else core
     try:
         reduce_core(core)
     except Infeasible:

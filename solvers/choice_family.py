@@ -57,7 +57,9 @@ class ChoiceFamily:
         if problem.capacities:
             raise ValueError("capacities: expected none in a family of choice problems")
         self._problem, self._rates = problem, tuple(rates)
-        self._rest = _reduced(problem, self._rates, fixed)
+        self._core = _reduced(problem, self._rates, fixed)
+        kept = {node for node, _ in self._rates} | set(fixed)
+        self._rest = None if self._core is None else _without_others(self._core, kept)
 
     def solve(
         self,
@@ -78,7 +80,8 @@ class ChoiceFamily:
         problem = replace(self._problem, node_costs=tuple(costs))
         choices = None if self._rest is None else _solve(self._rest, added, len(costs))
         if choices is None:
-            return solve_choice(problem, backend=backend, time_limit_s=time_limit_s)
+            core = None if self._core is None else _with_costs(self._core, added)
+            return solve_choice(problem, backend=backend, time_limit_s=time_limit_s, core=core)
         objective = problem.objective(choices)
         return ChoiceSolution(
             status=Status.OPTIMAL,
@@ -102,9 +105,8 @@ class ChoiceFamily:
         return added
 
 
-def _reduced(problem: ChoiceProblem, rates: Sequence[Rate], fixed: Collection[int]) -> _Rest | None:
-    """What is left for all problems of a family; None where some tables would be too large, or
-    nothing is possible."""
+def _reduced(problem: ChoiceProblem, rates: Sequence[Rate], fixed: Collection[int]) -> Core | None:
+    """What is left for all problems of a family; None where nothing is possible."""
     core = build_core(problem)
     core.capacities = [
         CoreCapacity(name=str(index), limit=math.inf, scale=1.0, usage={node: np.asarray(used)})
@@ -112,22 +114,42 @@ def _reduced(problem: ChoiceProblem, rates: Sequence[Rate], fixed: Collection[in
     ]
     try:
         reduce_open(core, fixed)
-        return _without_others(core, core.limited() | set(fixed))
     except Infeasible:
         return None
+    return core
 
 
 def _without_others(core: Core, kept: set[int]) -> _Rest | None:
+    """The same with all but the `kept` nodes minimised out; None where some tables would be too
+    large, or nothing is possible."""
     order = elimination_order(core, core.costs, last=kept)
     if order is None:
         return None
     first = [node for node in order if node not in kept]
-    steps, factors, _ = eliminate_factors(factors_of(core, order), first, core.options)
+    try:
+        steps, factors, _ = eliminate_factors(factors_of(core, order), first, core.options)
+    except Infeasible:
+        return None
     return _Rest(
         steps=(*core.eliminated, *steps),
         factors=tuple(factors),
         order=tuple(order[len(first) :]),
         options=core.options,
+    )
+
+
+def _with_costs(core: Core, added: Mapping[int, Array]) -> Core:
+    """What is left of one problem of a family, of which `core` is what is left of all."""
+    return Core(
+        costs={
+            node: cost + added[node][core.options[node]] if node in added else cost
+            for node, cost in core.costs.items()
+        },
+        options=dict(core.options),
+        edges={node: dict(around) for node, around in core.edges.items()},
+        capacities=[],
+        constant=core.constant,
+        eliminated=list(core.eliminated),
     )
 
 

@@ -50,15 +50,21 @@ def test_every_member_equals_brute_force(block):
 
 
 def test_tables_that_are_too_large_are_left_to_the_solver(monkeypatch):
-    problem, rates, fixed = family(3)
     monkeypatch.setattr(choice_family, "elimination_order", lambda *args, **kwargs: None)
-    prices = [1.0] * len(rates)
-    costs = list(problem.node_costs)
-    for node, used in rates:
-        costs[node] = costs[node] + used
-    found = ChoiceFamily(problem, rates, fixed).solve(prices, {})
-    alone = solve_choice(dataclasses.replace(problem, node_costs=tuple(costs)))
-    assert (found.choices, found.objective) == (alone.choices, alone.objective)
+    for seed in range(100):
+        problem, rates, fixed = family(seed)
+        members = ChoiceFamily(problem, rates, fixed)
+        for price in (1.0, 0.0, 3.0):  # each as if it were the only one
+            costs = list(problem.node_costs)
+            for node, used in rates:
+                costs[node] = costs[node] + price * used
+            for node in fixed:
+                costs[node] = costs[node] + price
+            more = {n: np.full(len(problem.node_costs[n]), price) for n in fixed}
+            found = members.solve([price] * len(rates), more)
+            alone = solve_choice(dataclasses.replace(problem, node_costs=tuple(costs)))
+            assert found.status is alone.status
+            assert found.objective == pytest.approx(alone.objective, rel=1e-9)
 
 
 def test_a_price_below_zero_is_refused():
