@@ -38,7 +38,6 @@ from replay.terms import terms
 
 from autopar.costs.calibration import CHIPS, PATH, EfficiencyCurve, curve_of, kernels_of
 from autopar.errors import AutoparError
-from autopar.search.simulated import predicted
 
 BOUNDS: Mapping[str, tuple[float, float]] = {"sustained": (0.5, 1.0), "narrow": (0.6, 1.0)}
 """What is fitted, and between what: `narrow` to runs whose products are of 8 bits, and where there
@@ -102,7 +101,7 @@ def _kept(row: Row, captures: Captures, folder: Path | None) -> Run:
         key=str(row["id"]),
         source=str(row["dataset"]),
         measured_s=measured_s(row) or 0.0,
-        predicted_s=predicted(planner, solved).step_s,
+        predicted_s=planner.simulator.fastest(solved).prediction.step_s,
         base=Constants.of(curve_of(planner.pricer.device)),
         device=planner.pricer.device,
         execution=asked.execution,

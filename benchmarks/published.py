@@ -37,7 +37,6 @@ from replay.split import part
 
 from autopar.errors import AutoparError
 from autopar.plan.text import columns
-from autopar.search.simulated import predicted
 
 TIMED, REPEATS = "pr-05580", 200
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
@@ -92,7 +91,7 @@ def price(row: Row, captures: Captures, split: str) -> Result:
     try:
         asked = job(row)
         planner, found = search(asked, captures)
-        prediction = predicted(planner, found)
+        prediction = planner.simulator.fastest(found).prediction
     except (Unpriced, AutoparError) as error:
         return Result(**known, why=_one_line(error))
     peak = peak_bytes(asked, planner, prediction.peak_bytes)

@@ -13,10 +13,11 @@ from autopar.errors import InputError
 from autopar.ir.cluster import Cluster
 from autopar.plan.plan import Certificate, LeftOut, Plan
 from autopar.plan.text import plural
+from autopar.search.found import Found
 from autopar.search.grids import grids, meshes, space_text
 from autopar.search.infeasible import NothingFits
 from autopar.search.make import fastest_plan, found_plan, with_pin_prices
-from autopar.search.planner import Found, Planner, Progress
+from autopar.search.planner import Planner, Progress
 from autopar.search.setting import Setting
 from autopar.search.stage_meshes import MESH_OF_A_GROUP, MOST_LAYOUTS, own_layouts
 from solvers.solution import relative_gap

@@ -18,13 +18,14 @@ from autopar.plan.plan import (
 from autopar.plan.text import percent
 from autopar.rules import has_rule
 from autopar.search.block_cost import BlockCost
+from autopar.search.found import Found
 from autopar.search.grid import Grid
 from autopar.search.grids import space_text
 from autopar.search.pins import Pins
-from autopar.search.planner import PATIENCE, Found, Planner, Progress
+from autopar.search.planner import PATIENCE, Planner, Progress
 from autopar.search.runners_up import runners_up
 from autopar.search.setting import Setting
-from autopar.search.simulated import Simulated, Simulator, block_costs, predicted
+from autopar.search.simulated import Simulated, Simulator, block_costs
 from solvers.backends import BackendUnavailable, get_backend
 from solvers.solution import Status, relative_gap
 
@@ -58,7 +59,7 @@ def check_backend(name: str) -> None:
 
 def found_plan(planner: Planner, found: Found) -> Plan:
     """What a search found as a plan, its pins aside."""
-    setting, simulator = planner.setting, Simulator(planner=planner)
+    setting, simulator = planner.setting, planner.simulator
     planner.progress("simulating the best grids", None)
     best = simulator.fastest(found)
     grid, prediction = best.staged.grid, best.prediction
@@ -95,7 +96,7 @@ def _certificate(simulator: Simulator, found: Found, best: Simulated) -> Certifi
     Where events take less than the closed form says, both of its figures are stated in the same
     proportion lower, so that neither is above the step that is reported.
     """
-    setting, ranked_s = simulator.planner.setting, found.best.solution.objective
+    setting, ranked_s = simulator.pricer.setting, found.best.solution.objective
     scale = min(1.0, best.prediction.step_s / ranked_s) if ranked_s else 1.0
     objective = scale * ranked_s
     bound = min(scale * found.bound_s, objective)
@@ -127,7 +128,7 @@ def _pin_prices(setting: Setting, plan: Plan, progress: Progress) -> tuple[PinPr
     if not setting.price_pins:
         return tuple(PinPrice(key=key, value=value) for key, value in setting.pins.items())
     planner = Planner(setting=replace(setting, pins=Pins()), progress=progress)
-    cost = plan.prediction.step_s - predicted(planner, planner.search()).step_s
+    cost = plan.prediction.step_s - planner.simulator.fastest(planner.search()).prediction.step_s
     return tuple(
         PinPrice(key=key, value=value, cost_s=max(0.0, cost)) for key, value in setting.pins.items()
     )

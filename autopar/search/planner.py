@@ -15,6 +15,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.ahead import Ahead, Answer, Question
 from autopar.search.bounds import Bound, Bounds, Sharpness
+from autopar.search.found import Found
 from autopar.search.grid import Grid
 from autopar.search.grids import grids
 from autopar.search.infeasible import (
@@ -37,6 +38,7 @@ from autopar.search.seen import (
 )
 from autopar.search.setting import Setting
 from autopar.search.sharding import Upkeep, sync_shares_s
+from autopar.search.simulated import Simulator
 from autopar.search.stages import Staged, at_least, partition_problem, solve_stages
 from autopar.search.state import (
     UNSPLIT,
@@ -76,25 +78,6 @@ Computed = tuple[float, float]
 Sharper = tuple[Bound, Sharpness, float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The outcome of a search: the best stages, what else was solved, and the bound.
-
-    Of `total` grids those neither solved, unfit nor `unsolved` were ruled out by a bound.
-    """
-
-    best: Staged
-    solved: tuple[Staged, ...]
-    unfit: tuple[Staged, ...]
-    total: int
-    unsolved: int
-    bound_s: float
-    status: Status
-    timed_out: bool = False
-    gave_up: bool = False
-    close_enough: bool = False
-
-
 @dataclass
 class Planner:
     """Searches the grids of one setting."""
@@ -104,6 +87,7 @@ class Planner:
     pricer: Pricer = field(init=False)
     shardings: ShardingProblems = field(init=False)
     bounds: Bounds = field(init=False)
+    simulator: Simulator = field(init=False)
     ahead: Ahead = field(init=False)
     _options: dict[object, tuple[ClassOption, ...]] = field(default_factory=dict)
     _deadline: float = inf
@@ -112,6 +96,7 @@ class Planner:
         self.pricer = Pricer(self.setting)
         self.shardings = ShardingProblems(self.pricer)
         self.bounds = Bounds(self.shardings)
+        self.simulator = Simulator(pricer=self.pricer)
         self.ahead = Ahead(self.answer)
 
     def answer(self, question: Question) -> Answer:

@@ -8,8 +8,8 @@ from math import ceil, inf
 
 from autopar.plan.plan import Candidate
 from autopar.plan.text import amount, duration
+from autopar.search.found import Found
 from autopar.search.grid import Grid
-from autopar.search.planner import Found
 from autopar.search.simulated import Simulated, Simulator
 from autopar.search.stages import Staged
 from solvers.partition import lower_bound
@@ -31,7 +31,7 @@ def runners_up(
     where its bound would place it, if that is before the last of those that fit; bounds are stated
     times `scale`, as the certificate states its own.
     """
-    top = simulator.planner.setting.top
+    top = simulator.pricer.setting.top
     count = SHOWN if top is None else top
     solved = _of_techniques(found.solved, lambda staged: staged.solution.objective)
     solved.pop(best.staged.grid.technique, None)

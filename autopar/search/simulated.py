@@ -15,8 +15,9 @@ from autopar.plan.simulated import simulate_stages
 from autopar.schedules.step import Step
 from autopar.search.assemble import stage_plans
 from autopar.search.block_cost import BlockCost
+from autopar.search.found import Found
 from autopar.search.grid import Grid
-from autopar.search.planner import Found, Planner
+from autopar.search.pricer import Pricer
 from autopar.search.setting import Setting
 from autopar.search.stages import Staged
 
@@ -43,18 +44,18 @@ class Simulated:
 class Simulator:
     """Simulates solved grids of one search, each once."""
 
-    planner: Planner
+    pricer: Pricer
     _known: dict[int, Simulated] = field(default_factory=dict)
 
     def of(self, staged: Staged) -> Simulated:
         """What a solved grid comes to."""
         if id(staged) not in self._known:
-            variants, stages = stage_plans(self.planner.pricer, staged)
+            variants, stages = stage_plans(self.pricer, staged)
             self._known[id(staged)] = Simulated(
                 staged=staged,
                 variants=variants,
                 stages=stages,
-                prediction=predict(self.planner.setting, staged, stages),
+                prediction=predict(self.pricer.setting, staged, stages),
             )
         return self._known[id(staged)]
 
@@ -69,11 +70,6 @@ class Simulator:
             if own.prediction.step_s < best.prediction.step_s:
                 best = own
         return best
-
-
-def predicted(planner: Planner, found: Found) -> Prediction:
-    """What the plan of a search is predicted to take, without the plan."""
-    return Simulator(planner=planner).fastest(found).prediction
 
 
 def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Prediction:

@@ -21,8 +21,9 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.precision import PRECISIONS, Precision
 from autopar.schedules.registry import SCHEDULES
 from autopar.search import Setting, parse_pins
+from autopar.search.found import Found
 from autopar.search.pipelines import Weights
-from autopar.search.planner import Found, Planner
+from autopar.search.planner import Planner
 from autopar.search.stages import Staged
 from replay.lengthen import lengthen, repeated_class
 from replay.model import Architecture, build

@@ -19,7 +19,6 @@ from replay.terms import terms
 from autopar.capture import capture, find_blocks
 from autopar.capture.chain import check_chain
 from autopar.costs.calibration import curve_of
-from autopar.search.simulated import predicted
 
 SMALL = Architecture(
     hidden=512,
@@ -71,7 +70,7 @@ def shallow():
 @pytest.fixture(scope="module")
 def solved():
     planner, found = search(job(ROW), Captures())
-    return planner, found, predicted(planner, found)
+    return planner, found, planner.simulator.fastest(found).prediction
 
 
 def test_a_lengthened_graph_is_the_deeper_model(shallow):
@@ -131,7 +130,7 @@ def test_the_terms_of_a_sharded_plan_add_up_too():
     """Weights gathered and gradients reduced every micro-batch, a block's as one."""
     sharded = {"framework": "Composer/LLM-Foundry FSDP", "tp": 1, "pp": 1, "zero_stage": 3}
     planner, found = search(job({**ROW, **sharded, "id": "z"}), Captures())
-    prediction = predicted(planner, found)
+    prediction = planner.simulator.fastest(found).prediction
     run = _run(planner, found, prediction.step_s)
     assert all(block.reduce and not block.early for block in run.terms.blocks)
     assert Quick([run])._raw(run.base)[0] == pytest.approx(prediction.step_s, rel=0.02)
