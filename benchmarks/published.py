@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from replay.rows import (
 )
 from replay.split import part
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.plan.text import columns
 
 TIMED, REPEATS = "pr-05580", 200
@@ -233,7 +234,7 @@ def _cells(name: str, own: Sequence[Result]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Price the runs and print how far off the costs are."""
+    """Price the runs and print how far off the costs are; status 2 for a file that has none."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, default=[DATA], metavar="FILE")
     parser.add_argument("--only", action="append", default=[], metavar="SOURCE/ID")
@@ -242,7 +243,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--document", type=Path, metavar="FILE", help="write docs/validation.md")
     given = parser.parse_args()
-    rows = list(read_rows(given.files))
+    if given.document and DATA not in given.files:
+        parser.error("--document tells of the runs that come with the benchmarks: leave out FILE")
+    try:
+        rows = list(read_rows(given.files))
+    except InputError as error:
+        print(f"published.py: {error}", file=sys.stderr)
+        sys.exit(2)
     skipped = Counter(why for row in rows if (why := left_out(row)))
     captures = Captures(given.cache)
     results = list(run(rows, given.only, captures, given.most))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 from autopar.costs.execution import Execution
 from autopar.costs.hardware import DEVICES as DEVICES_TABLE
 from autopar.costs.hardware import NIC_EFFICIENCY
+from replay.fields import MALFORMED, lines_of
 from replay.frameworks import (
     WRITTEN_OUT,
     Framework,
@@ -100,15 +100,13 @@ class Job:
 def read_rows(paths: Iterable[Path]) -> Iterator[Row]:
     """All rows of files with one JSON object a line, and what their sources say besides."""
     for path in paths:
-        with path.open(encoding="utf-8") as lines:
-            yield from (_with_stated(json.loads(line)) for line in lines if line.strip())
+        yield from map(_with_stated, lines_of(path))
 
 
 def _with_stated(row: dict[str, Any]) -> Row:
     for start, stated in STATED.items():
-        if str(row.get("dataset")).startswith(start):
-            known = {"ffn": 4 * row["hidden"]} if stated.get("ffn") == "4h" else {}
-            return {**row, **stated, **known}
+        if str(row["dataset"]).startswith(start) and "hidden" in row and MALFORMED not in row:
+            return {**row, **stated, **({"ffn": 4 * row["hidden"]} if "ffn" in stated else {})}
     return row
 
 
@@ -154,6 +152,8 @@ def left_out(row: Row) -> str | None:
 
 def unmeasured(row: Row) -> str | None:
     """Why a row has no figure that can be taken as it stands; None if it has."""
+    if MALFORMED in row:
+        return f"malformed: {row[MALFORMED]}"
     if "checks" in row:
         return "its own numbers disagree"
     if not is_oom(row) and measured_s(row) is None:
@@ -199,8 +199,11 @@ def job(row: Row) -> Job:
     """What a row asks of the planner. Raises Unpriced with the reason."""
     if row.get("task", "pretrain") != "pretrain":
         raise Unpriced(f"task {row['task']}")
+    if MALFORMED in row:
+        raise Unpriced(f"malformed: {row[MALFORMED]}")
     names = "layers hidden heads ffn vocab seq_len gpu n_gpus global_batch_seqs micro_batch_seqs"
-    missing = [name for name in (*names.split(), "tp", "pp") if row.get(name) is None]
+    experts = ("moe_ffn", "moe_top_k") if row.get("moe_experts") else ()
+    missing = [name for name in (*names.split(), "tp", "pp", *experts) if row.get(name) is None]
     if missing:
         raise Unpriced(f"not published: {', '.join(missing)}")
     if row.get("offload", "none") not in ("none", None):

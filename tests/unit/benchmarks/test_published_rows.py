@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from replay.frameworks import ATTENTION, FLASH_1, framework_of
@@ -11,6 +12,7 @@ from replay.rows import Unpriced, is_oom, job, left_out, measured_s, read_rows
 from replay.split import part
 
 from autopar.costs.clusters import parse_cluster
+from autopar.errors import InputError
 
 SC21 = {
     "id": "a",
@@ -287,3 +289,56 @@ def test_how_many_stages_a_rank_has_must_be_published_where_recipes_choose_it():
 def test_a_loss_on_gathered_logits_is_priced_where_the_framework_has_it():
     assert job({**LLAMA, "framework": "AA-Scaling (DeepSpeed/Megatron-like)"}).execution.whole_loss
     assert not job(LLAMA).execution.whole_loss
+
+
+WHOLE = {
+    **{"id": "a", "dataset": "b", "status": "ok", "gpu": "A100-80GB-SXM", "iteration_s": 2.0},
+    **{"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 512, "seq_len": 32},
+    **{"n_gpus": 8, "global_batch_seqs": 16, "micro_batch_seqs": 1, "tp": 2, "pp": 2, "vpp": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layers": "many"}, "layers: expected a whole number from 1, found 'many'"),
+        ({"tp": 0}, "tp: expected a whole number from 1, found 0"),
+        ({"pp": 1.5}, "pp: expected a whole number from 1, found 1.5"),
+        ({"iteration_s": -1}, "iteration_s: expected a number above 0, found -1"),
+        ({"zero_stage": True}, "zero_stage: expected a ZeRO level, 0 to 3, found True"),
+        ({"framework": ["x"]}, r"framework: expected a text, found \['x'\]"),
+    ],
+)
+def test_a_line_that_is_malformed_is_left_out_with_the_reason(tmp_path, changes, why):
+    file = tmp_path / "runs.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in (WHOLE, WHOLE | changes)))
+    sound, wrong = read_rows([file])
+    assert left_out(sound) is None
+    assert job(sound).layers == 4
+    assert re.fullmatch(f"malformed: {why}", left_out(wrong) or "")
+    with pytest.raises(Unpriced, match=why):
+        job(wrong)
+
+
+def test_fields_that_are_null_or_missing_are_not_known(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    less = {name: value for name, value in WHOLE.items() if name not in ("id", "dataset")}
+    file.write_text(f"\n{json.dumps(less | {'kv_heads': None, 'moe_experts': 8})}\n")
+    (row,) = read_rows([file])
+    assert (row["dataset"], row["id"]) == ("mine", "line 2")
+    assert "kv_heads" not in row
+    with pytest.raises(Unpriced, match="not published: moe_ffn, moe_top_k"):
+        job(row)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "runs.jsonl:1: expected one JSON object a line"), ("[1]", "found a list")],
+)
+def test_a_file_that_holds_no_runs_is_refused(tmp_path, text, message):
+    file = tmp_path / "runs.jsonl"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        list(read_rows([file]))
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_rows([tmp_path / "nothing.jsonl"]))
