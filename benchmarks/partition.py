@@ -13,10 +13,12 @@ import argparse
 import gzip
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import InputError
 from autopar.plan.text import columns
 from solvers.layers import solve_layers
 from solvers.layers_problem import Counts, LayersProblem
@@ -26,9 +28,32 @@ _TOLERANCE = 1e-9
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file as it is, compressed or not."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return json.loads(text)
+    """The file as it is, compressed or not. Raises InputError for one that is no such table, with
+    the place that is not as it has to be."""
+    try:
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+    place = ""
+    try:
+        layers = data["layers"]
+        for i, instance in enumerate(data["instances"]):
+            place = f"instances[{i}]: "
+            found = problem(instance, layers, 0.0)
+            if (found.num_stages, len(found.time_s)) != (
+                instance["stages"],
+                len(instance["options"]),
+            ):
+                raise ValueError("as many stages and options as it names are not there")
+        for i, budget in enumerate(data["budgets"]):
+            place = f"budgets[{i}]: "
+            float(budget["budget_mb"])
+    except KeyError as error:
+        raise InputError(f"{path}: {place}no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: {place}{error}") from None
+    return data
 
 
 def problem(instance: dict[str, Any], layers: int, budget_mb: float) -> LayersProblem:
@@ -73,7 +98,7 @@ def solve(data: dict[str, Any], budget: dict[str, Any], time_limit_s: float) -> 
     solution = solve_layers(problems, time_limit_s=time_limit_s)
     seconds = time.perf_counter() - start
     row: dict[str, Any] = {
-        "memory_gb": budget["memory_gb"],
+        "memory_gb": budget.get("memory_gb", round(budget_mb / 1024, 1)),
         "budget_mb": budget_mb,
         "instances": len(problems),
         "status": str(solution.status),
@@ -131,13 +156,17 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 def main() -> None:
-    """Solve every budget of a file."""
+    """Solve every budget of a file; status 2 for one that is no table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", nargs="?", type=Path, default=DATA, metavar="FILE")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="per budget")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    data = read(given.file)
+    try:
+        data = read(given.file)
+    except InputError as error:
+        print(f"partition.py: {error}", file=sys.stderr)
+        sys.exit(2)
     rows = [solve(data, budget, given.time_limit) for budget in data["budgets"]]
     if given.json:
         print(json.dumps({"about": data.get("about"), "rows": rows}, indent=1))

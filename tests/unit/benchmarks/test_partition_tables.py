@@ -8,6 +8,7 @@ import sys
 import partition
 import pytest
 
+from autopar.errors import InputError
 from solvers.brute_force import best_layers
 from solvers.layers_problem import LayersProblem
 from solvers.random_problems import random_layers_problem
@@ -91,3 +92,34 @@ def test_an_answer_is_scored_as_the_file_says():
     for counts in (((1, 1), (0, 0)), ((1, 1), (1, 1)), ((2, 1),)):
         with pytest.raises(ValueError, match="layers are not 3 on all stages"):
             partition.score(instance, 3, 10, counts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("layers"), "no field 'layers'"),
+        (lambda data: data["instances"][0].pop("end_time_s"), r"instances\[0\]: no field 'end_"),
+        (lambda data: data["instances"][0]["option_time_s"].append(1.0), r"instances\[0\]: "),
+        (lambda data: data["instances"][0].update(stages=9), r"instances\[0\]: as many stages"),
+        (lambda data: data["budgets"].append({}), r"budgets\[1\]: no field 'budget_mb'"),
+        (lambda data: data["budgets"].append({"budget_mb": "x"}), r"budgets\[1\]: could not"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_with_the_place(tmp_path, change, message):
+    file, data = tmp_path / "tables.json", sample([random_layers_problem(1)])
+    file.write_text(json.dumps(data))
+    assert partition.read(file) == data
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=message):
+        partition.read(file)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "tables.json"
+    file.write_text("{")
+    monkeypatch.setattr(sys, "argv", ["partition.py", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        partition.main()
+    assert ended.value.code == 2
+    assert "cannot be read as JSON" in capsys.readouterr().err
