@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solvers.backends import Backend, get_backend
 from solvers.partition_bound import lower_bound
@@ -38,8 +39,16 @@ __all__ = [
     "solve_partition",
 ]
 
+Mask = NDArray[np.bool_]
+
 METHODS = ("ilp", "dp")
 _LAZY_ROUNDS = 4
+
+_MANY = 256
+"""Places for a cut from which on a partition that is `_CLOSE` to the best will do, for which more
+rounds are made: there are as many that good as it takes long to tell which is the best."""
+_MANY_ROUNDS = 24
+_CLOSE = 3e-4
 
 
 def solve_partition(
@@ -84,7 +93,7 @@ def solve_partition(
         arcs = _dynamic_program(run, graph)
         if arcs is None:
             return _explain_infeasible(run, [graph])
-        if engine is not None:
+        if engine is not None and not run.is_close(graph):
             return _certify(run, graph, arcs, engine)
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")
@@ -125,6 +134,11 @@ class _Run:
     def bound_within_gap(self) -> float:
         """The objective from which the bound proves an answer."""
         return self.relaxed_bound * (1 + self.gap)
+
+    def is_close(self, graph: ArcGraph) -> bool:
+        """Whether the incumbent is as near the best as is asked for where cuts have many places."""
+        many = graph.search.length >= _MANY
+        return many and self.objective <= self.relaxed_bound * (1 + _CLOSE)
 
     @property
     def enough(self) -> float:
@@ -206,17 +220,24 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     _narrow(run, graph)
     arcs = table.arcs()
     path = search.search(arcs)
-    for _ in range(_LAZY_ROUNDS):
+    for _ in range(_MANY_ROUNDS if search.length >= _MANY else _LAZY_ROUNDS):
         if path is None:
             run.relaxed_bound = math.inf
             return None
         run.relaxed_bound = path.objective
-        if run.is_settled:
+        if run.is_settled or run.is_close(graph):
             return arcs
-        if not table.price(table.arcs_of(path)) and table.is_real(path):
+        changed = table.price(table.arcs_of(path))
+        if not changed and table.is_real(path):
             _offer(run, graph, path)
             return arcs
         _offer(run, graph, _first_ways(path))
+        if not changed:
+            _offer_real(run, graph)
+        if run.is_close(graph):
+            return arcs
+        if not changed:
+            break
         arcs = table.arcs()
         path = search.search(arcs)
     arcs = _price_survivors(run, graph, arcs)
@@ -225,10 +246,10 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
         run.relaxed_bound = run.enough
         return None
     run.relaxed_bound = path.objective
-    if not table.is_real(path):
-        path = search.search(table.arcs(arcs.allowed, real=True))
-    if path is not None:
+    if table.is_real(path):
         _offer(run, graph, path)
+    else:
+        _offer_real(run, graph, arcs.allowed)
     return arcs
 
 
@@ -241,6 +262,20 @@ def _narrow(run: _Run, graph: ArcGraph) -> None:
         _offer(run, graph, path)
         if run.incumbent is not None:
             graph.search.narrow(graph.longest(run.objective))
+
+
+def _is_cut_off(run: _Run, graph: ArcGraph) -> bool:
+    """Whether only partitions below the cutoff are looked at: where cuts have many places that is
+    quicker than to find one first."""
+    return graph.search.length >= _MANY and math.isfinite(run.cutoff)
+
+
+def _narrowed(run: _Run, graph: ArcGraph) -> bool:
+    """The same before the first search; False where no partition is below the cutoff."""
+    if _is_cut_off(run, graph):
+        return graph.search.narrow(graph.longest(run.cutoff))
+    _narrow(run, graph)
+    return True
 
 
 def _tried(run: _Run) -> PartitionSolution:
@@ -257,11 +292,10 @@ def _tried(run: _Run) -> PartitionSolution:
 
 def _by_rank(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
     """Stages that share ranks, rank by rank: the best of all ways to lay the cuts out."""
-    left = math.inf
+    left = run.cutoff if _is_cut_off(run, graphs[0]) else math.inf
     try:
-        for graph in graphs:
-            _narrow(run, graph)
-        paths = [graph.search.search(graph.table.arcs()) for graph in graphs]
+        some = [graph for graph in graphs if _narrowed(run, graph)]
+        paths = [graph.search.search(graph.table.arcs()) for graph in some]
     except OutOfTime:
         return run.solution(bound=run.relaxed_bound, engine="dp")
     bounds = [(path.objective, i) for i, path in enumerate(paths) if path is not None]
@@ -269,12 +303,13 @@ def _by_rank(run: _Run, graphs: list[ArcGraph]) -> PartitionSolution:
         own = dataclasses.replace(run, relaxed_bound=bound)
         if not own.is_settled:
             with contextlib.suppress(OutOfTime):  # what is left then is bounded all the same
-                _dynamic_program(own, graphs[index])
+                _dynamic_program(own, some[index])
         run.objective, run.incumbent = own.objective, own.incumbent
         left = min(left, own.relaxed_bound)
     if run.incumbent is None and math.isinf(left):
         return _explain_infeasible(run, graphs)
-    run.even_out()
+    if run.objective < run.cutoff:
+        run.even_out()
     return run.solution(bound=left, engine="dp")
 
 
@@ -317,6 +352,13 @@ def _offer(run: _Run, graph: ArcGraph, path: Path) -> None:
     """Keep the partition of a path if its stages have real ways and it beats the incumbent."""
     if graph.table.is_real(path):
         run.offer(*graph.partition(path.positions, graph.table.ways(path)))
+
+
+def _offer_real(run: _Run, graph: ArcGraph, allowed: list[Mask] | None = None) -> None:
+    """Keep the best partition by ways that are known to exist, if it beats the incumbent."""
+    path = graph.search.search(graph.table.arcs(allowed, real=True))
+    if path is not None:
+        _offer(run, graph, path)
 
 
 def _price_survivors(run: _Run, graph: ArcGraph, arcs: ArcCosts) -> ArcCosts:

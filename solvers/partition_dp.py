@@ -157,14 +157,16 @@ class ChainSearch:
             last=last,
         )
 
-    def narrow(self, longest: int) -> None:
+    def narrow(self, longest: int) -> bool:
         """Leave out stages of more than `longest` blocks, as far as that tells where stages may
-        start and end; nothing where no path would be left."""
+        start and end; False, and nothing, where no path would be left."""
         stages, length = len(self.kind_of_stage), self.length
         first = [max(f, length - (stages - k) * longest) for k, f in enumerate(self.first)]
         last = [min(f, k * longest) for k, f in enumerate(self.last)]
-        if all(low <= high for low, high in zip(first, last, strict=True)):
+        some = all(low <= high for low, high in zip(first, last, strict=True))
+        if some:
             self.first, self.last = first, last
+        return some
 
     def boxes(self) -> list[Box]:
         """Per kind of stage, where one may start and end."""

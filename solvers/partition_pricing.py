@@ -32,7 +32,7 @@ _MAX_MULTIPLIERS = 64
 _MAX_STEPS = 8
 _MAX_POINTS = 1000
 _MAX_GROWN = 256
-"""Blocks up to which frontiers are grown."""
+"""Blocks of a run up to which frontiers are grown, one by one."""
 
 _ROUNDING = 1e-12
 
@@ -89,6 +89,7 @@ class Pricer:
         self.classes = classes
         self.run, self.compositions = run, compositions
         self._counts = self.compositions.astype(float)
+        self._grows = self._counts.sum(axis=1).max() <= _MAX_GROWN
         self.weight = weight
         every = [table for tables in classes.values() for table in tables]
         self.thresholds = sorted({float(t) for table in every for t in table.transient})
@@ -210,7 +211,7 @@ class Pricer:
     def _price(self, stage: StageKind, counts: tuple[int, ...]) -> tuple[Price, ...]:
         thresholds = self._own_thresholds(counts, stage.device)
         found: list[Price] = []
-        if len(thresholds) > _MAX_STEPS or sum(counts) > _MAX_GROWN:
+        if len(thresholds) > _MAX_STEPS or not self._grows:
             return self._packed(stage, counts, thresholds)
         for threshold in thresholds:
             frontier = self._frontier(stage, threshold, counts)

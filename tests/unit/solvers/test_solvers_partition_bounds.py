@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from solvers import partition
 from solvers.backends import get_backend
 from solvers.brute_force import best_partition
-from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition import BlockOption, PartitionProblem, lower_bound, solve_partition
 from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 from solvers.random_problems import (
@@ -118,3 +119,38 @@ def test_blocks_cannot_all_lie_where_they_are_held_least():
 def test_memory_that_does_not_suffice_anywhere_bounds_all():
     one = BlockOption(time_s=1.0, static_bytes=5.0, saved_bytes=0.0)
     assert pooled_bound(chain(4, 2, one, capacity=(9.0, 9.0))) == math.inf
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1, 0, 1)])
+def test_long_chains_are_cut_close_to_the_best_within_a_bound_that_holds(monkeypatch, ranks):
+    rng = np.random.default_rng(3)
+    options = tuple(
+        BlockOption(
+            time_s=time_s,
+            static_bytes=float(rng.random()),
+            saved_bytes=saved,
+            sync_s=0.01 * float(rng.random()),
+            transient_bytes=float(rng.integers(2)),
+        )
+        for time_s, saved in ((1.0, 4.0), (1.13, 2.4), (1.31, 0.5))
+    )
+    problem = PartitionProblem(
+        blocks=(1, *[0] * 262, 1),
+        classes=(options, (BlockOption(time_s=2.5, static_bytes=3.0, saved_bytes=1.0),)),
+        num_stages=4,
+        in_flight=(4, 3, 2, 1),
+        capacity_bytes=(500.0,) * 4 if not ranks else (900.0,) * 4,
+        num_micro_batches=6,
+        stage_rank=ranks,
+    )
+    found = solve_partition(problem, method="dp")
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "_MANY", math.inf)
+        exact = solve_partition(problem, method="dp")
+    assert 0 < found.gap < 1e-3
+    assert found.bound <= exact.objective * (1 + 1e-12)
+    assert exact.bound <= found.objective * (1 + 1e-12)
+    beaten = solve_partition(problem, method="dp", cutoff=0.99 * exact.bound)
+    assert beaten.bound >= 0.99 * exact.bound * (1 - 1e-12)
+    better = solve_partition(problem, method="dp", cutoff=1.01 * exact.objective)
+    assert better.objective <= exact.objective * (1 + 1e-3)
