@@ -97,13 +97,23 @@ def _best_options(
         used = used + np.max([transient[k] for k in on_rank], axis=0)
         capacity = problem.capacity_bytes[on_rank[0]]
         fits &= used <= capacity + CAPACITY_TOLERANCE * abs(capacity)
-        whole = np.sum([times[k] for k in on_rank], axis=0)
-        cut = sum(edges[k] for k in on_rank)
-        rank_tops.append(whole if problem.boundary_in_max else np.maximum(whole - cut, cut))
+        whole = _counted(problem, [times[k] for k in on_rank])
+        if not problem.boundary_in_max:
+            work = _counted(problem, [times[k] - edges[k] for k in on_rank])
+            whole = np.maximum(work, _counted(problem, [edges[k] for k in on_rank]))
+        rank_tops.append(whole)
         rank_syncs.append(np.sum([syncs[k] for k in on_rank], axis=0))
     total = problem.sum_weight * np.sum(times, axis=0) + np.max(rank_syncs, axis=0)
     total = total + problem.bottleneck_weight * np.max(rank_tops, axis=0)
     return float(np.where(fits, total, np.inf).min())
+
+
+def _counted(problem: PartitionProblem, stages: list[np.ndarray]) -> np.ndarray:
+    """The sum of a rank's stages, in part each as long as the longest."""
+    longest = len(stages) * np.max(stages, axis=0)
+    return np.asarray(np.sum(stages, axis=0) * (1 - problem.stage_share)) + (
+        problem.stage_share * longest
+    )
 
 
 def best_layers(problem: LayersProblem) -> float:

@@ -43,6 +43,9 @@ Mask = NDArray[np.bool_]
 
 METHODS = ("ilp", "dp")
 _LAZY_ROUNDS = 4
+_SPLIT_ROUNDS = 16
+_SPLIT_CLOSE = 2e-3
+"""Gap up to which ranks are priced whose longest stage counts, which never are priced exactly."""
 
 _MANY = 256
 """Places for a cut from which on a partition that is `_CLOSE` to the best will do, for which more
@@ -136,9 +139,13 @@ class _Run:
         return self.relaxed_bound * (1 + self.gap)
 
     def is_close(self, graph: ArcGraph) -> bool:
-        """Whether the incumbent is as near the best as is asked for where cuts have many places."""
+        """Whether the incumbent is as near the best as is asked for where cuts have many places, or
+        the longest stages of ranks count."""
         many = graph.search.length >= _MANY
-        return many and self.objective <= self.relaxed_bound * (1 + _CLOSE)
+        close = _SPLIT_CLOSE if graph.table.counts else _CLOSE
+        return (many or bool(graph.table.counts)) and self.objective <= self.relaxed_bound * (
+            1 + close
+        )
 
     @property
     def enough(self) -> float:
@@ -220,7 +227,7 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     _narrow(run, graph)
     arcs = table.arcs()
     path = search.search(arcs)
-    for _ in range(_MANY_ROUNDS if search.length >= _MANY else _LAZY_ROUNDS):
+    for _ in range(_rounds(graph)):
         if path is None:
             run.relaxed_bound = math.inf
             return None
@@ -240,6 +247,10 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
             break
         arcs = table.arcs()
         path = search.search(arcs)
+    if table.counts:
+        run.relaxed_bound = run.enough if path is None else path.objective
+        _offer_real(run, graph)
+        return arcs
     arcs = _price_survivors(run, graph, arcs)
     path = search.search(arcs)
     if path is None:
@@ -251,6 +262,13 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     else:
         _offer_real(run, graph, arcs.allowed)
     return arcs
+
+
+def _rounds(graph: ArcGraph) -> int:
+    """How often the best path is searched and its arcs priced."""
+    if graph.table.counts:
+        return _SPLIT_ROUNDS
+    return _MANY_ROUNDS if graph.search.length >= _MANY else _LAZY_ROUNDS
 
 
 def _narrow(run: _Run, graph: ArcGraph) -> None:

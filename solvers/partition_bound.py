@@ -24,7 +24,7 @@ def lower_bound(problem: PartitionProblem) -> float:
     flight of any stage; the memory constraint is priced by its Lagrangian. With W the least total
     work, sum T >= W * min scale + the cheapest cuts, and max T >= W / sum(1 / scale) over ranks,
     which is what perfectly balanced ones take. Whole blocks cannot be balanced so well: max T is
-    also what the best way to deal them out at their least times leaves.
+    also what the best way to deal them out at their least times leaves, to ranks and their stages.
     """
     problem = on_any_device(problem.scaled())
     counts = np.bincount(problem.blocks, minlength=len(problem.classes)).astype(float)
@@ -125,9 +125,9 @@ def _least_longest(problem: PartitionProblem) -> float:
     if problem.fixed_cuts is not None:
         runs = problem.stages(problem.fixed_cuts)
         times = [sums[run.stop] - sums[run.start] for run in runs]
-        return max(math.fsum(times[k] for k in held) for held in problem.rank_stages())
+        return max(problem.counted([times[k] for k in held]) for held in problem.rank_stages())
     if problem.shares_ranks:
-        return _least_load([least[kind] for kind in problem.blocks], len(problem.rank_stages()))
+        return _least_load(problem, [least[kind] for kind in problem.blocks])
     largest = max(least[kind] for kind in set(problem.blocks))
     low = max(sums[-1] / problem.num_stages, largest) * (1 - _ROUNDING)
     # Filled one after the other, no stage passes the mean by more than its last block.
@@ -145,13 +145,20 @@ def _least_longest(problem: PartitionProblem) -> float:
     return low
 
 
-def _least_load(times: list[float], ranks: int) -> float:
-    """What the fullest of so many ranks takes at the least: the mean, and, as of j * ranks + 1
-    blocks some rank has j + 1, the shortest that these can be."""
+def _least_load(problem: PartitionProblem, times: list[float]) -> float:
+    """What the fullest rank counts for at the least: the mean, and, as of j * ranks + 1 blocks some
+    rank has j + 1, the shortest that these can be, of which some stage has its share."""
+    held, share = problem.rank_stages(), problem.stage_share
+    ranks, stages = len(held), max(map(len, held))
+    fewest = min(map(len, held))
     ordered = sorted(times, reverse=True)
-    load = sum(ordered) / ranks
+    sums = list(accumulate(ordered, initial=0.0))
+    load = sums[-1] / ranks
     for last in range(0, len(ordered), ranks):
-        load = max(load, sum(ordered[last - last // ranks : last + 1]))
+        blocks = last // ranks + 1
+        own = sums[last + 1] - sums[last + 1 - blocks]
+        longest = sums[last + 1] - sums[last + 1 - -(-blocks // stages)]
+        load = max(load, own, (1 - share) * own + share * fewest * longest)
     return load * (1 - _ROUNDING)
 
 

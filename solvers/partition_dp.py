@@ -10,10 +10,13 @@ the same way around it.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,38 +58,73 @@ class ArcCosts:
 
     `run[start, end]` is the composition of an arc; per kind, `boundary_s[start, end]` is the cost
     of its cuts, `allowed` says which arcs there are, and `box` where they start and end, outside
-    which nothing is computed.
+    which nothing is computed. Towards the bottleneck counts an arc's time, of which the cuts are a
+    part or run beside the rest; or, where there are `counts`, what these say of every way.
     """
 
     time: list[Array]
     sync: list[Array]
+    counts: list[Array] | None = None
     run: NDArray[np.intp]
     boundary_s: list[Array]
     allowed: list[NDArray[np.bool_]]
     box: list[Box]
     boundary_in_max: bool = True
 
-    def least_time(self, sync_limit: float = math.inf) -> list[Boxed]:
-        """Per kind, the least time [start, end] of the ways within a sync limit."""
+    def limited(self, sync_limit: float) -> Callable[[float], list[Boxed]]:
+        """The least times of the ways within a sync limit, by a limit of what counts towards the
+        bottleneck."""
+        if self.counts is not None:
+            return partial(self.least_time, sync_limit)
+        costs, tops = self.least_time(sync_limit), self.least_tops(sync_limit)
+
+        def within(limit: float) -> list[Boxed]:
+            return [
+                Boxed(np.where(top.own <= limit, cost.own, np.inf), cost.box)
+                for cost, top in zip(costs, tops, strict=True)
+            ]
+
+        return within
+
+    def least_time(self, sync_limit: float = math.inf, limit: float = math.inf) -> list[Boxed]:
+        """Per kind, the least time [start, end] of the ways within a sync limit, and where they
+        have counts within a limit of these."""
         least: list[Boxed] = []
-        each = zip(self.time, self.sync, self.allowed, self.boundary_s, self.box, strict=True)
-        for time_s, sync_s, allowed, boundary_s, box in each:
-            of_run = np.where(sync_s <= sync_limit, time_s, np.inf).min(axis=0)[self.run[box]]
+        each = zip(self.allowed, self.boundary_s, self.box, strict=True)
+        for kind, (allowed, boundary_s, box) in enumerate(each):
+            some = self._within(kind, sync_limit, limit)
+            of_run = np.where(some, self.time[kind], np.inf).min(axis=0)[self.run[box]]
             own = np.where(allowed[box], of_run + boundary_s[box], np.inf)
             least.append(Boxed(own, box))
         return least
 
-    def within(self, costs: Sequence[Boxed], tops: Sequence[Boxed], limit: float) -> list[Boxed]:
-        """The costs of arcs whose times towards the bottleneck are within a limit, else inf."""
-        return [
-            Boxed(np.where(top.own <= limit, cost.own, np.inf), cost.box)
-            for cost, top in zip(costs, tops, strict=True)
-        ]
+    def least_tops(self, sync_limit: float = math.inf) -> list[Boxed]:
+        """Per kind, the least [start, end] that a way within a sync limit counts towards the
+        bottleneck."""
+        if self.counts is None:
+            each = zip(self.least_time(sync_limit), self.boundary_s, strict=True)
+            return [Boxed(self.top(c.own, cuts[c.box]), c.box) for c, cuts in each]
+        least: list[Boxed] = []
+        for kind, (allowed, box) in enumerate(zip(self.allowed, self.box, strict=True)):
+            some = self._within(kind, sync_limit, math.inf)
+            of_run = np.where(some, self.counts[kind], np.inf).min(axis=0)[self.run[box]]
+            least.append(Boxed(np.where(allowed[box], of_run, np.inf), box))
+        return least
 
-    def tops(self, costs: Sequence[Boxed]) -> list[Boxed]:
-        """What times count towards the bottleneck."""
-        each = zip(costs, self.boundary_s, strict=True)
-        return [Boxed(self.top(c.own, cuts[c.box]), c.box) for c, cuts in each]
+    def _within(self, kind: int, sync_limit: float, limit: float) -> NDArray[np.bool_]:
+        """The ways [way, composition] within limits, as far as these do not depend on an arc."""
+        some = self.sync[kind] <= sync_limit
+        if self.counts is not None:
+            some &= self.counts[kind] <= limit
+        return some
+
+    def counted(self, kind: int, start: int, end: int, way: int) -> float:
+        """What a way of an arc counts towards the bottleneck."""
+        composition = self.run[start, end]
+        if self.counts is not None:
+            return float(self.counts[kind][way, composition])
+        cuts_s = self.boundary_s[kind][start, end]
+        return float(self.top(self.time[kind][way, composition] + cuts_s, cuts_s))
 
     def top(self, time_s: Array, cuts_s: Array) -> Array:
         """All of a time; where cuts take theirs beside the blocks, what is longer of both."""
@@ -101,12 +139,11 @@ class ArcCosts:
             least.append(Boxed(np.where(allowed[box], of_run, np.inf), box))
         return least
 
-    def fastest(self, kind: int, start: int, end: int, sync_limit: float) -> tuple[int, float]:
-        """The fastest way of an arc within a sync limit, and its sync."""
+    def fastest(self, kind: int, start: int, end: int, sync_limit: float, limit: float) -> int:
+        """The fastest way of an arc within limits."""
         composition = self.run[start, end]
-        sync = self.sync[kind][:, composition]
-        way = int(np.where(sync <= sync_limit, self.time[kind][:, composition], np.inf).argmin())
-        return way, float(sync[way])
+        some = self._within(kind, sync_limit, limit)[:, composition]
+        return int(np.where(some, self.time[kind][:, composition], np.inf).argmin())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,47 +280,53 @@ class ChainSearch:
         limit = math.inf
         while limit >= sync_floor and math.isfinite(sync_floor):
             target = cutoff if best is None else min(cutoff, best.objective)
-            found = self._sum_and_max(arcs, arcs.least_time(limit), target - sync_floor)
+            found = self._sum_and_max(arcs, limit, target - sync_floor)
             if found is None:
                 break
-            positions, value = found
-            ways, sync = self._ways(arcs, positions, limit)
+            path, value = found
+            sync = max(
+                float(arcs.sync[kind][way, composition])
+                for kind, way, composition in self._steps(arcs, path)
+            )
             if value + sync < target:
-                best = Path(positions=positions, ways=ways, objective=value + sync)
+                best = dataclasses.replace(path, objective=value + sync)
             limit = math.nextafter(sync, -math.inf)
             if best is not None and value + sync_floor >= best.objective * (1 - _SLACK):
                 break
         return best
 
-    def _ways(
-        self, arcs: ArcCosts, positions: tuple[int, ...], limit: float
-    ) -> tuple[tuple[int, ...], float]:
-        found = [
-            arcs.fastest(kind, positions[stage], positions[stage + 1], limit)
-            for stage, kind in enumerate(self.kind_of_stage)
-        ]
-        return tuple(way for way, _ in found), max(sync for _, sync in found)
+    def _steps(self, arcs: ArcCosts, path: Path) -> Iterator[tuple[int, int, int]]:
+        """(kind, way, composition) of every arc of a path."""
+        each = zip(self.kind_of_stage, path.ways, itertools.pairwise(path.positions), strict=True)
+        for kind, way, (start, end) in each:
+            yield kind, way, int(arcs.run[start, end])
 
     def _sum_and_max(
-        self, arcs: ArcCosts, costs: Sequence[Boxed], cutoff: float
-    ) -> tuple[tuple[int, ...], float] | None:
+        self, arcs: ArcCosts, sync_limit: float, cutoff: float
+    ) -> tuple[Path, float] | None:
         """The path of least sum + weight * max below `cutoff`, with its value."""
-        tops = arcs.tops(costs)
-        floor = self.least_bottleneck(tops)
+        floor = self.least_bottleneck(arcs.least_tops(sync_limit))
         if math.isinf(floor):
             return None
-        best: tuple[int, ...] | None = None
+        within = arcs.limited(sync_limit)
+        best: Path | None = None
         value = cutoff
         limits = [floor, math.inf]  # the tightest limit first: it often gives the optimum
         while limits:
             limit = limits.pop(0)
-            found = self.shortest(arcs.within(costs, tops, limit))
+            found = self.shortest(within(limit))
             if found is None:
                 continue
             total, positions = found
-            largest = self._largest(tops, positions)
+            path = self._path(arcs, positions, sync_limit, limit)
+            largest = max(
+                arcs.counted(kind, start, end, way)
+                for kind, way, (start, end) in zip(
+                    self.kind_of_stage, path.ways, itertools.pairwise(positions), strict=True
+                )
+            )
             if total + self.weight * largest < value:
-                best, value = positions, total + self.weight * largest
+                best, value = path, total + self.weight * largest
             if limit == floor or total + self.weight * floor >= value * (1 - _SLACK):
                 continue
             limit = math.nextafter(largest, -math.inf)
@@ -293,8 +336,10 @@ class ChainSearch:
                 limits.append(limit)
         return None if best is None else (best, value)
 
-    def _largest(self, costs: Costs, positions: tuple[int, ...]) -> float:
-        return max(
-            float(costs[kind][positions[stage], positions[stage + 1]])
-            for stage, kind in enumerate(self.kind_of_stage)
-        )
+    def _path(
+        self, arcs: ArcCosts, positions: tuple[int, ...], sync_limit: float, limit: float
+    ) -> Path:
+        """The fastest ways between positions within limits."""
+        each = zip(self.kind_of_stage, itertools.pairwise(positions), strict=True)
+        ways = tuple(arcs.fastest(kind, *ends, sync_limit, limit) for kind, ends in each)
+        return Path(positions=positions, ways=ways, objective=math.inf)

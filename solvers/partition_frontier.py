@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,20 @@ class ClassTable:
         self.sync = np.array([o.sync_s for o in options])
         self.transient = np.array([o.transient_bytes for o in options])
         self.device = np.array([o.device for o in options])
+
+    def times(self, factor: float) -> ClassTable:
+        """The same with times by a factor."""
+        table = copy.copy(self)
+        table.time = factor * self.time
+        return table
+
+    @staticmethod
+    def joined(tables: Sequence[ClassTable]) -> ClassTable:
+        """The options of some tables in one."""
+        joined = ClassTable(())
+        for name in ("time", "static", "saved", "sync", "transient", "device"):
+            setattr(joined, name, np.concatenate([getattr(table, name) for table in tables]))
+        return joined
 
     def allowed(self, device: int, threshold: float) -> NDArray[np.bool_]:
         """The options for a kind of device whose transient bytes are at most `threshold`."""

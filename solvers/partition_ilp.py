@@ -64,7 +64,7 @@ def solve_ilp(
     scale = incumbent or 1.0
     variables = _add_arcs(lp, search, arcs, kept, scale)
     _add_flow(lp, variables, search)
-    floor = search.least_bottleneck(arcs.tops(arcs.least_time()))
+    floor = search.least_bottleneck(arcs.least_tops())
     bottleneck = lp.add_variable("bottleneck", floor / scale)
     sync = lp.add_variable("sync", 0)
     _add_maxima(lp, variables, bottleneck, sync)

@@ -58,11 +58,13 @@ class Price:
     """Time (scaled) and sync of one way to run a stage.
 
     `options` gives (class, option) of its blocks; None for a bound that no way may attain.
+    `count_s` is what it counts towards the bottleneck, where that is not its time and its cuts'.
     """
 
     time_s: float
     sync_s: float
     options: Callable[[], list[tuple[int, int]]] | None
+    count_s: float = 0.0
 
 
 class Pricer:
@@ -131,7 +133,7 @@ class Pricer:
         stage = self.kinds[kind]
         counts = tuple(int(count) for count in self.compositions[composition])
         least, best = math.inf, list[tuple[int, int]]()
-        for threshold in self._own_thresholds(counts, stage.device):
+        for threshold in self.own_thresholds(counts, stage.device):
             total, chosen = threshold, list[tuple[int, int]]()
             for index, count in enumerate(counts):
                 if not count:
@@ -172,6 +174,11 @@ class Pricer:
         fits = self.least_bytes(kind) <= stage.free_bytes
         return np.where(fits, best * stage.scale, np.inf)
 
+    def bounds(self, kind: int) -> tuple[Array, Array | None]:
+        """Bounds on the ways [way, composition] to run on a kind of stage: of their times, and of
+        what they count towards the bottleneck where that is not their time."""
+        return self.lower_time(kind)[None, :], None
+
     def _total(self, values: list[Array], device: int, threshold: float) -> Array:
         """Per composition, the sum of each block's least value on a device with transient <=
         threshold.
@@ -209,7 +216,7 @@ class Pricer:
         return self._prices[key]
 
     def _price(self, stage: StageKind, counts: tuple[int, ...]) -> tuple[Price, ...]:
-        thresholds = self._own_thresholds(counts, stage.device)
+        thresholds = self.own_thresholds(counts, stage.device)
         found: list[Price] = []
         if len(thresholds) > _MAX_STEPS or not self._grows:
             return self._packed(stage, counts, thresholds)
@@ -261,7 +268,7 @@ class Pricer:
         """The packing of least time + sync_share * sync over all transient peaks; its bound."""
         best: tuple[Packing, float] | None = None
         bound = math.inf
-        for lower, threshold in self._ordered(stage, present, thresholds, sync_share):
+        for lower, threshold in self.ordered(stage, present, thresholds, sync_share):
             if time.perf_counter() > self.deadline:
                 raise OutOfTime
             if best is not None and lower >= best[0].cost:
@@ -293,7 +300,7 @@ class Pricer:
             groups.append(Group(count=count, cost=cost, used=table.used(stage.in_flight)[some]))
         return groups
 
-    def _ordered(
+    def ordered(
         self,
         stage: StageKind,
         present: list[tuple[int, int]],
@@ -338,7 +345,8 @@ class Pricer:
             options=lambda: options,
         )
 
-    def _own_thresholds(self, counts: tuple[int, ...], device: int) -> list[float]:
+    def own_thresholds(self, counts: Sequence[int], device: int) -> list[float]:
+        """The transient peaks that a run of so many blocks may have."""
         tables = [self.classes[device][c] for c, count in enumerate(counts) if count]
         present = [table.transient[table.device == device] for table in tables]
         floor = max(float(t.min()) for t in present)

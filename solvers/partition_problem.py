@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from solvers.solution import Solution, fits
@@ -75,7 +76,8 @@ class PartitionProblem:
     beside the blocks, so that of the longest T the longer of both counts. `stage_rank` says which
     stages share a device (none by default): the capacity, the same for all of them, then holds for
     their bytes together, of transients the largest, and T and Y are summed over them before the
-    maximum. Raises ValueError naming the field that is malformed.
+    maximum. Of the sum of T, `stage_share` counts as if all stages of the rank took as long as its
+    longest (`counted`). Raises ValueError naming the field that is malformed.
     """
 
     blocks: tuple[int, ...]
@@ -95,6 +97,7 @@ class PartitionProblem:
     stage_rank: tuple[int, ...] = ()
     stage_device: tuple[int, ...] = ()
     hop_scale: tuple[float, ...] = ()
+    stage_share: float = 0.0
 
     def __post_init__(self) -> None:
         stages, cuts = self.num_stages, max(len(self.blocks) - 1, 0)
@@ -131,6 +134,8 @@ class PartitionProblem:
             raise ValueError(f"sum_weight: expected more than 0, found {self.sum_weight}")
         if not (math.isfinite(self.bottleneck_weight) and self.bottleneck_weight >= 0):
             raise ValueError(f"max_weight: expected a number from 0, found {self.max_weight}")
+        if not 0 <= self.stage_share <= 1:
+            raise ValueError(f"stage_share: expected 0 to 1, found {self.stage_share}")
         self._check_blocks()
         self._check_cuts()
         self._check_ranks()
@@ -252,9 +257,17 @@ class PartitionProblem:
 
     def _top(self, use: StageUse, stages: list[int]) -> float:
         """The time of a rank as it counts towards the longest."""
-        time_s = math.fsum(use.time_s[k] for k in stages)
-        cuts_s = math.fsum(use.cuts_s[k] for k in stages)
-        return time_s if self.boundary_in_max else max(time_s - cuts_s, cuts_s)
+        if self.boundary_in_max:
+            return self.counted([use.time_s[k] for k in stages])
+        work_s = self.counted([use.time_s[k] - use.cuts_s[k] for k in stages])
+        return max(work_s, self.counted([use.cuts_s[k] for k in stages]))
+
+    def counted(self, times: Sequence[float]) -> float:
+        """What the times of a rank's stages count for."""
+        total = math.fsum(times)
+        if not self.stage_share:
+            return total
+        return (1 - self.stage_share) * total + self.stage_share * len(times) * max(times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_splits import Counting, Place, SplitPricer
 from solvers.partition_table import PriceTable
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -81,11 +82,21 @@ class _Offer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
     """What a rank has free, what its cuts cost, and what is offered for each of its sure blocks
-    and then for the spare ones of every run."""
+    and then for the spare ones of every run; where its longest stage counts for itself, also on
+    each of its stages, with None where that does not reach the run."""
 
     free_bytes: float
-    cuts_s: float
+    cuts_s: tuple[float, ...]
     offers: tuple[_Offer, ...]
+    sure: tuple[int, ...]
+    apart: tuple[tuple[_Offer | None, ...], ...]
+
+    def offer(self, number: int, width: int) -> _Offer | None:
+        """An offer by its number in prices of ranks of up to `width` stages."""
+        if number < len(self.offers):
+            return self.offers[number]
+        run, place = divmod(number - len(self.offers), width)
+        return self.apart[run][place]
 
 
 def rank_graphs(problem: PartitionProblem, deadline: float) -> list[ArcGraph]:
@@ -188,6 +199,7 @@ class _Ranks:
     def __init__(self, problem: PartitionProblem) -> None:
         self.problem = problem
         self.stages = problem.rank_stages()
+        self.counts_stages = problem.stage_share > 0
         self._offers: dict[object, _Offer] = {}
 
     def graph(self, layout: _Layout, deadline: float) -> ArcGraph:
@@ -202,7 +214,17 @@ class _Ranks:
         is_run = np.asarray((more >= 0).all(axis=2))
         strides = np.cumprod([1, *(s + 1 for s in layout.spare[:0:-1])])[::-1]
         sure = len(next(iter(kinds)).offers) - len(layout.spare)
-        pricer = Pricer(
+        # with one rank all time is the longest rank's, unless its longest stage counts for more
+        alone = len(ranks) == 1 and not self.counts_stages
+        make: Callable[..., Pricer] = Pricer
+        if self.counts_stages:
+            counting = Counting(share=problem.stage_share, cuts_in_max=problem.boundary_in_max)
+            places = {kind: _places_of(rank, kind) for rank, kind in kinds.items()}
+            sync_share = 1.0 / (1.0 + problem.bottleneck_weight)
+            make = partial(
+                SplitPricer, places=places, counting=counting, sync_share=sync_share
+            )
+        pricer = make(
             kinds=[
                 StageKind(in_flight=0, free_bytes=rank.free_bytes, scale=1.0, device=kind)
                 for rank, kind in kinds.items()
@@ -214,10 +236,12 @@ class _Ranks:
             },
             run=np.where(is_run, more @ strides[: len(layout.spare)], 0),
             compositions=np.pad(dealt, ((0, 0), (sure, 0)), constant_values=1),
-            weight=1.0 + (problem.bottleneck_weight if len(ranks) == 1 else 0.0),
+            weight=1.0 + (problem.bottleneck_weight if alone else 0.0),
             deadline=deadline,
         )
-        cuts_s = [np.broadcast_to(np.float64(rank.cuts_s), is_run.shape) for rank in kinds]
+        cuts_s = [
+            np.broadcast_to(np.float64(math.fsum(rank.cuts_s)), is_run.shape) for rank in kinds
+        ]
         last = layout.states - 1
         search = ChainSearch(
             kind_of_stage=kind_of_rank,
@@ -265,8 +289,17 @@ class _Ranks:
             ranks.append(
                 _Rank(
                     free_bytes=capacity + CAPACITY_TOLERANCE * abs(capacity) - fixed,
-                    cuts_s=math.fsum(h for k in stages for h in hops[max(k - 1, 0) : k + 1]),
+                    cuts_s=tuple(math.fsum(hops[max(k - 1, 0) : k + 1]) for k in stages),
                     offers=tuple(offers),
+                    sure=tuple(len(layout.sure[k]) for k in stages),
+                    apart=tuple(
+                        tuple(
+                            self._offer(kind, stages, [k]) if run in layout.free[k] else None
+                            for k in stages
+                            if self.counts_stages
+                        )
+                        for run, kind in enumerate(layout.run_class)
+                    ),
                 )
             )
         return ranks
@@ -306,14 +339,32 @@ class _Ranks:
 
     def _partition(self, ranks: Sequence[_Rank], ways: Ways) -> Partition:
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.problem.num_stages)]
+        width = max(map(len, self.stages))
         for stages, rank, way in zip(self.stages, ranks, ways, strict=True):
             for place, option in way:
-                offer = rank.offers[place]
-                if offer.origin:
+                offer = rank.offer(place, width)
+                if offer is not None and offer.origin:
                     stage, own = offer.origin[option]
                     held[stages[stage]].append((offer.block_class, own))
         cuts = tuple(itertools.accumulate(len(stage) for stage in held[:-1]))
         return cuts, in_order(self.problem, cuts, held)
+
+
+def _places_of(rank: _Rank, kind: int) -> tuple[Place, ...]:
+    """The stages of a rank, by what is offered on each."""
+    tables = [_table(offer.options, kind) for offer in rank.offers]
+    ends = list(itertools.accumulate(rank.sure, initial=0))
+    return tuple(
+        Place(
+            sure=tuple(tables[ends[place] : ends[place + 1]]),
+            runs=tuple(
+                None if (own := offers[place]) is None else _table(own.options, kind)
+                for offers in rank.apart
+            ),
+            cuts_s=cut_s,
+        )
+        for place, cut_s in enumerate(rank.cuts_s)
+    )
 
 
 def _nothing(transient_bytes: float) -> _Offer:

@@ -113,8 +113,8 @@ def _model(problem: PartitionProblem, least_s: float, below_s: float) -> pulp.Lp
             return None
         model += pulp.lpSum(parts) == count
     for stages in problem.rank_stages():
-        spent = [term for stage in stages for term in work[stage]]
-        model += pulp.LpAffineExpression(spent) <= longest
+        for spent in _counted(problem, [work[stage] for stage in stages]):
+            model += pulp.LpAffineExpression(spent) <= longest
         used = [term for stage in stages for term in held[stage]]
         unit = max(1.0, problem.capacity_bytes[stages[0]])
         model += (
@@ -128,6 +128,18 @@ def _model(problem: PartitionProblem, least_s: float, below_s: float) -> pulp.Lp
         + sync
     )
     return model
+
+
+def _counted(problem: PartitionProblem, stages: list[_Terms]) -> Iterator[_Terms]:
+    """What a rank's stages count for, whichever of them is the longest."""
+    share, several = problem.stage_share, len(stages)
+    for longest in range(several if share else 1):
+        own_s = [1 - share + share * several * (index == longest) for index in range(several)]
+        yield [
+            (part, (own if share else 1.0) * seconds)
+            for own, terms in zip(own_s, stages, strict=True)
+            for part, seconds in terms
+        ]
 
 
 def _stages(problem: PartitionProblem, kind: int, count: int) -> Iterator[int]:

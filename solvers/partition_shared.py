@@ -66,7 +66,14 @@ def parts(problem: PartitionProblem) -> Iterator[Part]:
     """Problems without shared ranks: first the relaxation, then ways to deal out capacities."""
     everything = tuple(tuple(range(len(options))) for options in problem.classes)
     whole = tuple(range(problem.num_stages))
-    apart = dataclasses.replace(problem, stage_rank=whole)
+    fewest = min(len(stages) for stages in problem.rank_stages())
+    often = 1 + problem.stage_share * (fewest - 1)  # how often a rank's longest stage counts
+    apart = dataclasses.replace(
+        problem,
+        stage_rank=whole,
+        stage_share=0.0,
+        max_weight=often * problem.bottleneck_weight,
+    )
     yield Part(problem=apart, original=problem, kept=everything, relaxes=True)
     chunks = max(len(stages) for stages in problem.rank_stages())
     for threshold in _thresholds(problem):

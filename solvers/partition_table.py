@@ -37,11 +37,13 @@ class PriceTable:
     ) -> None:
         self.pricer, self.search = pricer, search
         kinds = range(len(pricer.kinds))
-        self.time = [pricer.lower_time(kind)[None, :] for kind in kinds]
+        bounds = [pricer.bounds(kind) for kind in kinds]
+        self.time = [time_s for time_s, _ in bounds]
         self.sync = [
             np.where(np.isfinite(t), pricer.least_sync(kind), np.inf)
             for kind, t in enumerate(self.time)
         ]
+        self.counts = [counts for _, counts in bounds if counts is not None]
         self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
         self.priced = [np.zeros(len(pricer.compositions), dtype=bool) for _ in kinds]
         self.boundary_s = boundary_s
@@ -56,6 +58,7 @@ class PriceTable:
         return ArcCosts(
             time=[np.where(r, t, np.inf) if real else t.copy() for t, r in pairs],
             sync=[s.copy() for s in self.sync],
+            counts=[c.copy() for c in self.counts] or None,
             run=self.pricer.run,
             boundary_s=self.boundary_s,
             boundary_in_max=self.boundary_in_max,
@@ -87,17 +90,20 @@ class PriceTable:
 
     def _set(self, kind: int, composition: int, prices: tuple[Price, ...]) -> None:
         ways, width = self.time[kind].shape
+        values = [self.time, self.sync, *([self.counts] if self.counts else [])]
         if len(prices) > ways:
             more = np.full((len(prices) - ways, width), np.inf)
-            self.time[kind] = np.concatenate([self.time[kind], more])
-            self.sync[kind] = np.concatenate([self.sync[kind], more])
+            for value in values:
+                value[kind] = np.concatenate([value[kind], more])
             self.real[kind] = np.concatenate([self.real[kind], np.zeros(more.shape, dtype=bool)])
-        self.time[kind][:, composition] = np.inf
-        self.sync[kind][:, composition] = np.inf
+        for value in values:
+            value[kind][:, composition] = np.inf
         for way, price in enumerate(prices):
             self.time[kind][way, composition] = price.time_s
             self.sync[kind][way, composition] = price.sync_s
             self.real[kind][way, composition] = price.options is not None
+            if self.counts:
+                self.counts[kind][way, composition] = price.count_s
         self.priced[kind][composition] = True
 
     def survivors(
@@ -108,8 +114,7 @@ class PriceTable:
         A solution through an arc costs at least the shortest way to it and from it, its own time,
         and the bottleneck and sync that it, or any solution, has at least.
         """
-        least, least_sync = arcs.least_time(), arcs.least_sync()
-        tops = arcs.tops(least)
+        least, least_sync, tops = arcs.least_time(), arcs.least_sync(), arcs.least_tops()
         floor, sync_floor = search.least_bottleneck(tops), search.least_bottleneck(least_sync)
         before, after = search.forward(least), search.backward(least)
         kept = []

@@ -136,7 +136,7 @@ def _ways(
         )
         for name in ("time_s", "static_bytes", "saved_bytes", "sync_s", "transient_bytes")
     }
-    time, edges = np.zeros(len(options)), 0.0
+    works, cuts_s = [], []
     used = value["transient_bytes"].max(axis=0)
     start = 0
     hops = [
@@ -146,12 +146,23 @@ def _ways(
         own = slice(start, start + len(run))
         start += len(run)
         work = problem.time_scale[k] * value["time_s"][own].sum(axis=0)
-        edges += sum(hops[max(k - 1, 0) : k + 1])
-        time += work + sum(hops[max(k - 1, 0) : k + 1])
+        works.append(work)
+        cuts_s.append(sum(hops[max(k - 1, 0) : k + 1]))
         saved = problem.in_flight[k] * value["saved_bytes"][own].sum(axis=0)
         used += problem.stage_fixed_bytes[k] + value["static_bytes"][own].sum(axis=0) + saved
     capacity = problem.capacity_bytes[stages[0]]
     fitting = np.flatnonzero(used <= capacity + CAPACITY_TOLERANCE * abs(capacity))
-    top = time if problem.boundary_in_max else np.maximum(time - edges, edges)
+    work_s, edges = np.array(works), np.array(cuts_s)[:, None]
+    if problem.boundary_in_max:
+        top = _counted(problem, work_s + edges)
+    else:
+        top = np.maximum(_counted(problem, work_s), _counted(problem, edges))
+    time = (work_s + edges).sum(axis=0)
     ways = _Ways(time=time, top=top, sync=value["sync_s"].sum(axis=0), options=options)
     return ways.kept(fitting).unbeaten(), used, options
+
+
+def _counted(problem: PartitionProblem, stages: Array) -> Array:
+    """`PartitionProblem.counted` of times [stage, way]."""
+    share, total = problem.stage_share, stages.sum(axis=0)
+    return np.asarray((1 - share) * total + share * len(stages) * stages.max(axis=0))

@@ -20,8 +20,10 @@ from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.stages import chain_problem
 from autopar.search.state import least_state_bytes
+from solvers.backends import get_backend
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.partition_pooled import pooled_bound
+from solvers.partition_relaxation import relaxed_bound
 
 Least = Callable[[int, Grid, Home], float]
 """Seconds that no block of a class beats on a grid and a home."""
@@ -201,6 +203,7 @@ class Bounds:
             num_micro_batches=grid.micro_batches,
             sum_weight=weights.sum,
             max_weight=weights.longest,
+            stage_share=weights.stage,
             stage_rank=grid.pipe.placement,
             stage_device=tuple(devices[place] for place in grid.pipe.placement),
         )
@@ -232,7 +235,10 @@ class Bounds:
         if not grid.pipe.flushes or sharded.step_s == inf:
             return sharded
         classes = self._floor_classes(grid, self._fastest)
-        full = pooled_bound(chain_problem(self.pricer, grid, classes, weights, messages=False))
+        problem = chain_problem(self.pricer, grid, classes, weights, messages=False)
+        full = pooled_bound(problem)
+        if weights.stage and full < inf:
+            full = max(full, relaxed_bound(problem, get_backend(self.pricer.setting.backend)))
         return sharded._replace(step_s=max(sharded.step_s, full))
 
     def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:

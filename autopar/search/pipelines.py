@@ -40,6 +40,8 @@ BACKWARDS_LAST = frozenset({"gpipe", "looped-bfs"})
 
 _PROBE = 6
 _NEGLIGIBLE = 1e-3
+_RANKS = 8
+_SHORT = 0.25
 _STEPS = 32
 """Shares of forward and weight gradients are rounded to this many steps to simulate them once."""
 
@@ -136,10 +138,12 @@ def _read_off(count: Callable[[Pipeline], tuple[int, ...]], pipeline: Pipeline) 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
     """The objective of a pipeline: `sum` times the sum of the stages' times plus `longest` times
-    the longest of the ranks, each as long as its stages together."""
+    the longest of the ranks, each as long as its stages together, or by its share `stage` as if all
+    of them were as long as its longest."""
 
     sum: float
     longest: float
+    stage: float = 0.0
 
     @staticmethod
     def of(step: float, pipeline: Pipeline, slowdown: float = 1.0) -> Weights:
@@ -155,7 +159,53 @@ class Weights:
         if not pipeline.flushes:  # it never drains: only the slowest stage counts
             share = _NEGLIGIBLE / pipeline.num_stages
         longest = max(0.0, step - share * pipeline.num_stages)
-        return Weights(sum=share, longest=longest / pipeline.chunks)
+        several = pipeline.chunks > 1 and slowdown <= 1
+        return Weights(
+            sum=share,
+            longest=longest / pipeline.chunks,
+            stage=stage_share(pipeline.schedule, pipeline.ranks) if several else 0.0,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def stage_share(schedule: str, ranks: int) -> float:
+    """How far ranks of several stages wait for each other's longest ones: 0 where a micro-batch
+    more takes the time of a rank's stages together, 1 where each takes as long as the longest.
+
+    Read off runs with stages of which some take a quarter of others, on all ranks at once or on one
+    after the other. What it takes to be spared from waiting is the same for all ranks together, so
+    that it follows for any number of ranks from two.
+    """
+    if ranks > _RANKS:
+        half, whole = stage_share(schedule, _RANKS // 2), stage_share(schedule, _RANKS)
+        return whole + (whole - half) * (1 - _RANKS / ranks)
+    found = 0.0
+    for slow in ([1] * ranks, [1 - rank % 2 for rank in range(ranks)]):
+        times = [
+            1.0 if chunk == slow[rank] else _SHORT
+            for chunk in range(2)
+            for rank in SCHEDULES[schedule].placement(ranks, 2)[chunk * ranks :][:ranks]
+        ]
+        together, longest = 1.0 + _SHORT, 2.0
+        share = (_period(schedule, ranks, times) - together) / (longest - together)
+        found = max(found, round(share, 6))
+    return found
+
+
+def _period(schedule: str, ranks: int, times: list[float]) -> float:
+    """What a micro-batch more takes, with stages of two chunks."""
+    several = [_PROBE * ranks, 2 * _PROBE * ranks]
+    stages = StageTimes(
+        forward_s=tuple(t / 3 for t in times),
+        backward_s=tuple(2 * t / 3 for t in times),
+        backward_input_s=tuple(t / 3 for t in times),
+        backward_weight_s=tuple(t / 3 for t in times),
+    )
+    short, long = (
+        simulate(insert_communication(build_schedule(schedule, ranks, count, 2)), stages).step_s
+        for count in several
+    )
+    return (long - short) / (several[1] - several[0])
 
 
 def least_step(

@@ -232,6 +232,7 @@ def chain_problem(
         fixed_cuts=fixed_cuts(pricer, pipe.num_stages),
         sum_weight=weights.sum,
         max_weight=weights.longest,
+        stage_share=weights.stage,
         boundary_in_max=pipe.schedule not in HIDES_MESSAGES,
         stage_rank=pipe.placement,
     )

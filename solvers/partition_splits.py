@@ -1,0 +1,446 @@
+"""Ranks of several stages whose longest counts beside their sum: how blocks are split among them.
+
+A rank's blocks may be dealt out to its stages in many ways, of which those that leave one stage
+much longer than the others are good for nothing. So the others are gone through one by one, each a
+knapsack like that of a stage; all that are left out have a stage of so many blocks at the least,
+and take the least time that these blocks can take on any of the rank's stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.partition_balance import Offered, balanced
+from solvers.partition_frontier import ClassTable
+from solvers.partition_pricing import Array, Price, Pricer, StageKind
+
+_MOST_SPLITS = 48
+"""Ways to split so many blocks that are gone through at the most."""
+_WIDEST = 8
+"""Blocks that a stage may have more than the mean in these."""
+_PRICED = 6
+"""Splits that are priced, those first that may count the least; others are bounded."""
+_FEW_BLOCKS = 8
+"""Blocks of a rank up to which its splits are priced exactly."""
+_PARTS = (0.5, 1.0)
+"""How much more than others one of the stages is weighed to bound what their longest counts for."""
+_TILTS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""How much more stages are weighed than others by how much less they hold."""
+_THRESHOLDS = 2
+"""Transient peaks that are tried to run more blocks, those first that may cost the least."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What a stage of a rank offers: the tables of its sure blocks, in their order, and for every
+    run of blocks one, or None where the stage does not reach it."""
+
+    sure: tuple[ClassTable, ...]
+    runs: tuple[ClassTable | None, ...]
+    cuts_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counting:
+    """What times of the stages of a rank count for: see `PartitionProblem`."""
+
+    share: float
+    cuts_in_max: bool
+
+    def __call__(self, work_s: Array, cuts_s: Array) -> Array:
+        """Of times [..., stage]."""
+        if self.cuts_in_max:
+            return self._counted(work_s + cuts_s)
+        return np.maximum(self._counted(work_s), self._counted(cuts_s))
+
+    def _counted(self, times: Array) -> Array:
+        longest = times.shape[-1] * times.max(axis=-1)
+        return np.asarray((1 - self.share) * times.sum(axis=-1) + self.share * longest)
+
+    def least(self, total_s: Array, longest_s: Array, cuts_s: Array) -> Array:
+        """The least where the work takes `total_s` and of some stage, with its cuts where these are
+        in it, `longest_s`."""
+        own = float(cuts_s.sum()) if self.cuts_in_max else 0.0
+        total = np.where(np.isfinite(total_s), total_s + own, 0.0)
+        counted = (1 - self.share) * total + self.share * len(cuts_s) * longest_s
+        counted = np.maximum(counted, total)
+        return counted if self.cuts_in_max else np.maximum(counted, self._counted(cuts_s))
+
+
+class SplitPricer(Pricer):
+    """Prices of ranks by the number of spare blocks of every run, with what they count for.
+
+    The options of prices are (offer, option): offers are the sure blocks, then the runs, anywhere
+    on the rank, then the runs on each of its stages.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: Sequence[StageKind],
+        kind_of_stage: Sequence[int],
+        classes: Mapping[int, Sequence[ClassTable]],
+        run: NDArray[np.intp],
+        compositions: NDArray[np.intp],
+        weight: float,
+        deadline: float,
+        places: Mapping[int, Sequence[Place]],
+        counting: Counting,
+        sync_share: float,
+    ) -> None:
+        super().__init__(
+            kinds=kinds,
+            kind_of_stage=kind_of_stage,
+            classes=classes,
+            run=run,
+            compositions=compositions,
+            weight=weight,
+            deadline=deadline,
+        )
+        self.places, self.counting, self.sync_share = places, counting, sync_share
+        self.width = max(map(len, places.values()))
+        self.num_runs = len(next(iter(places.values()))[0].runs)
+        self.num_sure = compositions.shape[1] - self.num_runs
+        self.reached = {kind: self._reached(own) for kind, own in places.items()}
+        self.splits, splits = self._all_splits()
+        self.even = Pricer(
+            kinds=kinds,
+            kind_of_stage=kind_of_stage,
+            classes={
+                kind: [*classes[kind][: self.num_sure], *self._slots(own)]
+                for kind, own in places.items()
+            },
+            run=run,
+            compositions=splits,
+            weight=weight,
+            deadline=deadline,
+        )
+        self._bounds: dict[int, tuple[Array, Array]] = {}
+        self._tables: dict[tuple[int, tuple[float, ...]], list[ClassTable]] = {}
+
+    def _reached(self, places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
+        """Per run, the stages that reach it."""
+        return tuple(
+            tuple(p for p, place in enumerate(places) if place.runs[run] is not None)
+            for run in range(self.num_runs)
+        )
+
+    def _slots(self, places: Sequence[Place]) -> Iterator[ClassTable]:
+        """The tables of every run on every stage; without options where it is not reached."""
+        for run, place in itertools.product(range(self.num_runs), range(self.width)):
+            table = places[place].runs[run] if place < len(places) else None
+            yield table or ClassTable(())
+
+    def _all_splits(self) -> tuple[list[NDArray[np.intp]], NDArray[np.intp]]:
+        """Per composition the splits that are gone through, and all of these."""
+        found: dict[tuple[int, ...], int] = {}
+        own = []
+        for counts in self.compositions[:, self.num_sure :].tolist():
+            rows = set()
+            for reached in sorted(set(self.reached.values())):
+                each = [
+                    _near_even(n, places, self.width)
+                    for n, places in zip(counts, reached, strict=True)
+                ]
+                rows |= {tuple(itertools.chain(*parts)) for parts in itertools.product(*each)}
+            own.append(np.array([found.setdefault(row, len(found)) for row in sorted(rows)]))
+        splits = np.array(list(found), dtype=np.intp).reshape(len(found), -1)
+        sure = np.broadcast_to(self.compositions[:1, : self.num_sure], (len(splits), self.num_sure))
+        return own, np.concatenate([sure, splits], axis=1)
+
+    def bounds(self, kind: int) -> tuple[Array, Array]:
+        """See `Pricer.bounds`: a way for every split, and one for all that are left out."""
+        if kind not in self._bounds:
+            time_s = self.even.lower_time(kind)
+            counts_s = self._least_counts(kind, time_s)
+            width = max(map(len, self.splits)) + 1
+            shape = width, len(self.compositions)
+            times, counts = np.full(shape, np.inf), np.full(shape, np.inf)
+            for composition, rows in enumerate(self.splits):
+                times[: len(rows), composition] = time_s[rows]
+                counts[: len(rows), composition] = counts_s[rows]
+            times[-1], counts[-1] = self._left_out(kind)
+            counts[np.isinf(times)] = np.inf
+            self._bounds[kind] = times, counts
+        return self._bounds[kind]
+
+    def _least_counts(self, kind: int, time_s: Array) -> Array:
+        """What every split counts for at the least."""
+        places = self.places[self.kinds[kind].device]
+        fastest = np.array(
+            [[0.0 if t is None else float(t.time.min()) for t in place.runs] for place in places]
+        ).reshape(len(places), self.num_runs)
+        number = self.even.compositions[:, self.num_sure :]
+        number = number.reshape(len(number), self.num_runs, self.width)[:, :, : len(places)]
+        work_s = np.einsum("srp,pr->sp", number, fastest)
+        work_s += [sum(float(t.time.min()) for t in place.sure) for place in places]
+        cuts_s = np.array([place.cuts_s for place in places])
+        if self.counting.cuts_in_max:
+            work_s += cuts_s
+        return self.counting.least(time_s, work_s.max(axis=1), cuts_s)
+
+    def _left_out(self, kind: int) -> tuple[Array, Array]:
+        """The least time and count of the splits that are not gone through; inf where none is."""
+        device = self.kinds[kind].device
+        places, reached = self.places[device], self.reached[device]
+        longest_s = np.full(len(self.compositions), np.inf)
+        for run, stages in enumerate(reached):
+            tables = [places[p].runs[run] for p in stages]
+            fastest_s = min((float(t.time.min()) for t in tables if t is not None), default=0.0)
+            for composition, n in enumerate(self.compositions[:, self.num_sure + run].tolist()):
+                more = _most(n, len(stages)) + 1
+                if len(stages) > 1 and more <= n:
+                    longest_s[composition] = min(longest_s[composition], more * fastest_s)
+        time_s = np.where(np.isfinite(longest_s), self.lower_time(kind), np.inf)
+        cuts_s = np.array([place.cuts_s for place in places])
+        return time_s, self.counting.least(time_s, longest_s, cuts_s)
+
+    def price(self, kind: int, composition: int) -> tuple[Price, ...]:
+        """Ways to run so many blocks, those first that count the least, and bounds on others."""
+        key = (kind, composition)
+        if key not in self._prices:
+            self._prices[key] = tuple(self._split_prices(kind, composition))
+        return self._prices[key]
+
+    def _split_prices(self, kind: int, composition: int) -> list[Price]:
+        times, counts = (values[:, composition] for values in self.bounds(kind))
+        rows = self.splits[composition]
+        counts = counts.copy()
+        counts[: len(rows)] = np.maximum(counts[: len(rows)], self._weighed_counts(kind, rows))
+        counts[-1] = max(counts[-1], self._tilted_count(kind, composition))
+        least_sync = float(self.least_sync(kind)[composition])
+        ways: list[Price] = []
+        bounds: list[Price] = []
+        priced = 0
+        for way in np.lexsort((times, counts)).tolist():
+            bound = Price(
+                time_s=float(times[way]),
+                sync_s=least_sync,
+                options=None,
+                count_s=float(counts[way]),
+            )
+            if math.isinf(bound.time_s):
+                break
+            if any(_beats(own, bound) for own in ways):
+                continue
+            if way == len(times) - 1 or priced == _PRICED:
+                bounds.append(bound)
+                continue
+            priced += 1
+            own, left = self._exact(kind, int(rows[way]), bound)
+            ways += own
+            bounds += left
+        ways.sort(key=lambda price: (price.count_s, price.time_s, price.sync_s))
+        return ways + [b for b in bounds if not any(_beats(own, b) for own in ways)]
+
+    def _weighed_counts(self, kind: int, rows: NDArray[np.intp]) -> Array:
+        """What splits count for at the least, by weighing one of their stages more than others."""
+        stage = self.kinds[kind]
+        places, counting = self.places[stage.device], self.counting
+        cuts_s = np.array([place.cuts_s for place in places])
+        least = np.zeros(len(rows))
+        for longest in range(len(places)):
+            for part in _PARTS:
+                weights = np.full(len(places), (1 - part) / len(places))
+                weights[longest] += part
+                weights = 1 - counting.share + counting.share * len(places) * weights
+                weighed = Pricer(
+                    kinds=self.kinds,
+                    kind_of_stage=self.kind_of_stage,
+                    classes={stage.device: self._weighed(stage.device, tuple(weights))},
+                    run=self.run,
+                    compositions=self.even.compositions[rows],
+                    weight=self.weight,
+                    deadline=self.deadline,
+                )
+                own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
+                least = np.maximum(least, weighed.lower_time(kind) + own_s)
+        return least
+
+    def _tilted_count(self, kind: int, composition: int) -> float:
+        """What any split counts for at the least, by weighing stages more that hold less: or else
+        all blocks would go there."""
+        stage = self.kinds[kind]
+        device, counting = stage.device, self.counting
+        places = self.places[device]
+        held = np.array([max(float(t.used(0).max()) for t in own) for own in self._on_place(device)])
+        lighter = 1 - held / held.mean() if held.all() else np.zeros(len(places))
+        cuts_s = np.array([place.cuts_s for place in places])
+        least = 0.0
+        for tilt in _TILTS:
+            shares = np.maximum(0.0, 1 + tilt * lighter)
+            weights = 1 - counting.share + counting.share * len(places) * shares / shares.sum()
+            anywhere = Pricer(
+                kinds=self.kinds,
+                kind_of_stage=self.kind_of_stage,
+                classes={device: self._anywhere(device, tuple(weights))},
+                run=self.run,
+                compositions=self.compositions[composition : composition + 1],
+                weight=self.weight,
+                deadline=self.deadline,
+            )
+            own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
+            least = max(least, float(anywhere.lower_time(kind)[0]) + own_s)
+        return least
+
+    def _on_place(self, device: int) -> Iterator[list[ClassTable]]:
+        """What the stages of a rank are offered."""
+        for place in self.places[device]:
+            yield [*place.sure, *(table for table in place.runs if table is not None)]
+
+    def _anywhere(self, device: int, weights: tuple[float, ...]) -> list[ClassTable]:
+        """Sure blocks, and those of runs on any stage, at times weighed by the stage."""
+        weighed = self._weighed(device, weights)
+        found = weighed[: self.num_sure]
+        for run in range(self.num_runs):
+            first = self.num_sure + run * self.width
+            found.append(ClassTable.joined(weighed[first : first + self.width]))
+        return found
+
+    def _weighed(self, device: int, weights: tuple[float, ...]) -> list[ClassTable]:
+        key = (device, weights)
+        if key not in self._tables:
+            self._tables[key] = [
+                table.times(weights[self._place(device, offer)])
+                for offer, table in enumerate(self.even.classes[device])
+            ]
+        return self._tables[key]
+
+    def _balanced(self, kind: int, split: int) -> list[Price]:
+        """Ways to run a split in about the least that it counts for."""
+        stage = self.kinds[kind]
+        tables, places = self.even.classes[stage.device], self.places[stage.device]
+        present = [(c, int(n)) for c, n in enumerate(self.even.compositions[split]) if n]
+        thresholds = self.even.own_thresholds(self.even.compositions[split].tolist(), stage.device)
+        cuts_s = np.array([place.cuts_s for place in places])
+        ways = []
+        ordered = self.even.ordered(stage, present, thresholds, 0.0)
+        for _, threshold in ordered[:_THRESHOLDS]:
+            offers, allowed = [], []
+            for offer, count in present:
+                table = tables[offer]
+                some = np.flatnonzero(table.allowed(stage.device, threshold))
+                allowed.append(some)
+                offers.append(
+                    Offered(
+                        stage=self._place(stage.device, offer),
+                        count=count,
+                        time=table.time[some] + self.sync_share * table.sync[some],
+                        used=table.used(stage.in_flight)[some],
+                    )
+                )
+            free = stage.free_bytes - threshold
+            found = balanced(
+                offers, len(places), free, lambda work_s: self.counting(work_s, cuts_s)
+            )
+            if found is None:
+                continue
+            options = [(present[i][0], int(allowed[i][option])) for i, option in found]
+            ways.append(
+                Price(
+                    time_s=math.fsum(float(tables[i].time[o]) for i, o in options),
+                    sync_s=math.fsum(float(tables[i].sync[o]) for i, o in options),
+                    options=functools.partial(list, options),
+                )
+            )
+        return ways
+
+    def _exact(self, kind: int, split: int, bound: Price) -> tuple[list[Price], list[Price]]:
+        """The ways of a split, and bounds on those that may count for less than they do."""
+        large = int(self.even.compositions[split].sum()) > _FEW_BLOCKS
+        found = self._balanced(kind, split) if large else self.even.price(kind, split)
+        device = self.kinds[kind].device
+        cuts_s = np.array([place.cuts_s for place in self.places[device]])
+        ways, bounds = [], [bound] if large else []
+        for price in found:
+            if price.options is None:
+                bounds.append(dataclasses.replace(price, count_s=bound.count_s))
+                continue
+            work_s = np.zeros(len(cuts_s))
+            for offer, option in price.options():
+                place = self._place(device, offer)
+                work_s[place] += self.even.classes[device][offer].time[option]
+            count_s = float(self.counting(work_s, cuts_s))
+            own = functools.partial(self._renumbered, price)
+            ways.append(dataclasses.replace(price, count_s=count_s, options=own))
+            if not large:
+                bounds.append(dataclasses.replace(price, count_s=bound.count_s, options=None))
+        return ways, bounds
+
+    def _renumbered(self, price: Price) -> list[tuple[int, int]]:
+        options = price.options() if price.options else []
+        more = self.num_runs
+        return [(offer + more * (offer >= self.num_sure), option) for offer, option in options]
+
+    def _place(self, device: int, offer: int) -> int:
+        """The stage that an offer of the even splits is on."""
+        if offer >= self.num_sure:
+            return (offer - self.num_sure) % self.width
+        seen = 0
+        for index, place in enumerate(self.places[device]):
+            seen += len(place.sure)
+            if offer < seen:
+                return index
+        return 0  # a block that stands for none, and takes no time
+
+
+def _beats(way: Price, bound: Price) -> bool:
+    return (
+        way.time_s <= bound.time_s * (1 + _ROUNDING)
+        and way.count_s <= bound.count_s * (1 + _ROUNDING)
+        and way.sync_s <= bound.sync_s * (1 + _ROUNDING)
+    )
+
+
+@functools.cache
+def _most(blocks: int, stages: int) -> int:
+    """The most blocks that a stage has in a split that is gone through."""
+    if stages <= 1:
+        return blocks
+    mean = -(-blocks // stages)
+    for wider in range(_WIDEST, 0, -1):
+        if _number(blocks, stages, mean + wider) <= _MOST_SPLITS:
+            return mean + wider
+    return mean + 1
+
+
+@functools.cache
+def _number(blocks: int, stages: int, most: int) -> int:
+    """Ways to split blocks among stages of at most so many."""
+    if stages == 1:
+        return int(0 <= blocks <= most)
+    return sum(
+        _number(blocks - own, stages - 1, most) for own in range(min(blocks, most) + 1)
+    )
+
+
+def _near_even(blocks: int, places: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
+    """The splits of blocks among some of so many stages that are gone through."""
+    if not places:
+        return [] if blocks else [(0,) * width]
+    found = []
+    for parts in _parts(blocks, len(places), _most(blocks, len(places))):
+        row = [0] * width
+        for place, own in zip(places, parts, strict=True):
+            row[place] = own
+        found.append(tuple(row))
+    return found
+
+
+def _parts(blocks: int, stages: int, most: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        if blocks <= most:
+            yield (blocks,)
+        return
+    for own in range(max(0, blocks - (stages - 1) * most), min(blocks, most) + 1):
+        for rest in _parts(blocks - own, stages - 1, most):
+            yield (own, *rest)
