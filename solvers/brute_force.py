@@ -100,7 +100,7 @@ def _best_options(
         whole = _counted(problem, [times[k] for k in on_rank])
         if not problem.boundary_in_max:
             work = _counted(problem, [times[k] - edges[k] for k in on_rank])
-            whole = np.maximum(work, _counted(problem, [edges[k] for k in on_rank]))
+            whole = np.maximum(work, _counted(problem, [np.array(edges[k]) for k in on_rank]))
         rank_tops.append(whole)
         rank_syncs.append(np.sum([syncs[k] for k in on_rank], axis=0))
     total = problem.sum_weight * np.sum(times, axis=0) + np.max(rank_syncs, axis=0)

@@ -7,6 +7,7 @@ every stage, until the rank has room for all. Several limits are tried, from the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ def _steps(offers: Sequence[Offered], hulls: Sequence[Sequence[int]]) -> _Steps:
     """All steps of all blocks, those first that spare most for their time."""
     rows = []
     for index, (offer, hull) in enumerate(zip(offers, hulls, strict=True)):
-        for first, second in zip(hull, hull[1:], strict=False):
+        for first, second in itertools.pairwise(hull):
             rows.append((-_ratio(offer, first, second), index, first, second))
     rows.sort()
     often = np.array([offers[index].count for _, index, _, _ in rows], dtype=np.intp)
@@ -115,8 +116,8 @@ def _steps(offers: Sequence[Offered], hulls: Sequence[Sequence[int]]) -> _Steps:
         offer=[rows[r][1] for r in which.tolist()],
         hop=[rows[r][2:] for r in which.tolist()],
         stage=stage[which],
-        more_s=more[which] if len(rows) else np.zeros(0),
-        fewer=fewer[which] if len(rows) else np.zeros(0),
+        more_s=more[which] if rows else np.zeros(0),
+        fewer=fewer[which] if rows else np.zeros(0),
     )
 
 

@@ -122,6 +122,17 @@ def extend(
     )
 
 
+def last_class(counts: tuple[int, ...]) -> int:
+    """The last class that has blocks."""
+    return max(index for index, count in enumerate(counts) if count)
+
+
+def one_less(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """A block less of the last class."""
+    last = last_class(counts)
+    return (*counts[:last], counts[last] - 1, *counts[last + 1 :])
+
+
 def pareto(first: Array, second: Array, third: Array) -> NDArray[np.intp]:
     """Indices of the points that no other matches or beats in all three, ascending by `first`."""
     order = np.lexsort((third, second, first))

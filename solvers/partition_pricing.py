@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from solvers.partition_compositions import compositions
 from solvers.partition_frontier import ClassTable, Frontier, empty_frontier, extend
+from solvers.partition_frontier import last_class as _last
+from solvers.partition_frontier import one_less as _one_less
 from solvers.partition_knapsack import Group, Packing, best_multiplier, pack
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
@@ -433,12 +435,3 @@ def _time_weight(problem: PartitionProblem) -> float:
     """What a second of a stage's own block time costs at least, in seconds of objective."""
     uses = 1.0 + problem.bottleneck_weight if problem.num_stages == 1 else 1.0
     return uses * min(problem.time_scale)
-
-
-def _last(counts: tuple[int, ...]) -> int:
-    return max(index for index, count in enumerate(counts) if count)
-
-
-def _one_less(counts: tuple[int, ...]) -> tuple[int, ...]:
-    last = _last(counts)
-    return (*counts[:last], counts[last] - 1, *counts[last + 1 :])

@@ -221,9 +221,7 @@ class _Ranks:
             counting = Counting(share=problem.stage_share, cuts_in_max=problem.boundary_in_max)
             places = {kind: _places_of(rank, kind) for rank, kind in kinds.items()}
             sync_share = 1.0 / (1.0 + problem.bottleneck_weight)
-            make = partial(
-                SplitPricer, places=places, counting=counting, sync_share=sync_share
-            )
+            make = partial(SplitPricer, places=places, counting=counting, sync_share=sync_share)
         pricer = make(
             kinds=[
                 StageKind(in_flight=0, free_bytes=rank.free_bytes, scale=1.0, device=kind)

@@ -272,7 +272,9 @@ class SplitPricer(Pricer):
         stage = self.kinds[kind]
         device, counting = stage.device, self.counting
         places = self.places[device]
-        held = np.array([max(float(t.used(0).max()) for t in own) for own in self._on_place(device)])
+        held = np.array(
+            [max(float(t.used(0).max()) for t in own) for own in self._on_place(device)]
+        )
         lighter = 1 - held / held.mean() if held.all() else np.zeros(len(places))
         cuts_s = np.array([place.cuts_s for place in places])
         least = 0.0
@@ -418,9 +420,7 @@ def _number(blocks: int, stages: int, most: int) -> int:
     """Ways to split blocks among stages of at most so many."""
     if stages == 1:
         return int(0 <= blocks <= most)
-    return sum(
-        _number(blocks - own, stages - 1, most) for own in range(min(blocks, most) + 1)
-    )
+    return sum(_number(blocks - own, stages - 1, most) for own in range(min(blocks, most) + 1))
 
 
 def _near_even(blocks: int, places: tuple[int, ...], width: int) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ from autopar.search.pipelines import (
     held_together,
     in_flight,
     least_step,
+    stage_share,
 )
 from autopar.search.setting import Setting
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
@@ -187,6 +189,7 @@ def test_the_objective_is_exact_for_equal_stages(pipeline):
         num_micro_batches=pipeline.micro_batches,
         sum_weight=weights.sum,
         max_weight=weights.longest,
+        stage_share=weights.stage,
         stage_rank=pipeline.placement,
     )
     assert solve_partition(problem, method="dp").objective == pytest.approx(simulated)
@@ -215,6 +218,7 @@ def objective_and_step(pipeline: Pipeline, stage_s: list[float], message_s: floa
         boundary_s=(message_s,) * (stages - 1),
         sum_weight=weights.sum,
         max_weight=weights.longest,
+        stage_share=weights.stage,
         boundary_in_max=pipeline.schedule not in HIDES_MESSAGES,
         stage_rank=pipeline.placement,
     )
@@ -233,12 +237,54 @@ def objective_and_step(pipeline: Pipeline, stage_s: list[float], message_s: floa
     ],
 )
 def test_a_rank_is_as_slow_as_all_of_its_stages(schedule, ranks, chunks):
-    """A head of half a stage more, with less beside it or not, and ends that are unlike."""
+    """A head that takes more, with less beside it or not, and ends that are unlike: by half a stage
+    where only the sum of a rank counts, by a tenth where its longest stage does too."""
     pipeline = Pipeline(schedule=schedule, ranks=ranks, chunks=chunks, micro_batches=8 * ranks)
     even = [1.0] * pipeline.num_stages
-    for stage_s in (even, [*even[:-1], 1.5], [0.5, *even[1:-1], 1.3], [1.25, *even[1:-1], 0.75]):
+    more = 0.1 if stage_share(schedule, ranks) else 0.5
+    ends = ([0.0, more], [-more, 0.6 * more], [0.5 * more, -0.5 * more])
+    for first, last in ([0.0, 0.0], *ends):
+        stage_s = [1.0 + first, *even[1:-1], 1.0 + last]
         objective, step_s = objective_and_step(pipeline, stage_s)
         assert objective == pytest.approx(step_s, rel=0.04)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "within"),
+    [("interleaved-1f1b", 0.12), ("interleaved-zb", 0.12), ("zbv", 0.05), ("dualpipev", 0.05)],
+)
+def test_rounds_of_uneven_stages_take_what_is_read_off_the_schedule(schedule, ranks, within):
+    """Ranks whose first stages are shorter than their second ones, or the other way around: by the
+    sum of a rank alone interleaved ones take up to 40% less than they do."""
+    pipeline = Pipeline(schedule=schedule, ranks=ranks, chunks=2, micro_batches=16 * ranks)
+    for short in (0.03, 0.25, 0.5, 0.8):
+        for stage_s in ([short] * ranks + [1.0] * ranks, [1.0] * ranks + [short] * ranks):
+            objective, step_s = objective_and_step(pipeline, stage_s)
+            assert objective == pytest.approx(step_s, rel=within)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_stages_of_a_block_more_take_about_what_is_read_off_the_schedule(ranks):
+    """Stages of two and three blocks, here and there."""
+    rng = np.random.default_rng(ranks)
+    pipeline = Pipeline(
+        schedule="interleaved-1f1b", ranks=ranks, chunks=2, micro_batches=16 * ranks
+    )
+    for _ in range(8):
+        stage_s = [float(t) for t in rng.integers(2, 4, pipeline.num_stages)]
+        objective, step_s = objective_and_step(pipeline, stage_s)
+        assert objective == pytest.approx(step_s, rel=0.16)
+
+
+def test_what_ranks_wait_for_stages_is_read_off_the_schedule():
+    shares = {p: stage_share("interleaved-1f1b", p) for p in (1, 2, 4, 8, 16)}
+    assert shares[1] == 0.0
+    for ranks in (4, 8, 16):  # what it finds in its runs
+        assert shares[ranks] == pytest.approx(1 - 7 / (3 * ranks), abs=1e-5)
+    assert shares[2] == pytest.approx(1 / 3, abs=1e-5)
+    assert stage_share("looped-bfs", 4) == pytest.approx(1.0)
+    assert all(stage_share(v, p) == 0.0 for v in ("zbv", "dualpipev") for p in (1, 2, 4, 8, 16))
 
 
 @pytest.mark.parametrize("message_s", [0.0, 0.1, 1.0, 2.0])

@@ -164,3 +164,63 @@ def test_chains_that_change_too_often_are_left_to_others(monkeypatch):
         chain(24, 4, PLAIN), blocks=(0, 1) * 12, classes=((PLAIN,), (PLAIN,))
     )
     assert not rank_graphs(zigzag, math.inf)
+
+
+def with_share(problem: PartitionProblem, seed: int) -> PartitionProblem:
+    share = float(np.random.default_rng(seed).choice([0.25, 0.5, 1.0]))
+    return dataclasses.replace(problem, stage_share=share)
+
+
+@pytest.mark.parametrize("make", [random_shared_problem, random_mixed_shared_problem, two_runs])
+def test_longest_stages_are_bounded_and_nearly_always_exact(make):
+    proven, excess = 0, []
+    for seed in range(60):
+        problem = with_share(make(seed), seed)
+        if problem.min_blocks > 1 and not problem.fixed_cuts:
+            continue
+        solution, best = solve_partition(problem, method="dp"), best_partition(problem)
+        if math.isinf(best):
+            assert solution.status is Status.INFEASIBLE
+            continue
+        assert solution.bound <= best * (1 + 1e-9) <= solution.objective * (1 + 2e-9)
+        use = problem.use(solution.cuts, solution.options)
+        assert solution.objective == problem.objective(use)
+        proven += solution.status is Status.OPTIMAL
+        excess.append(solution.objective / best - 1 if best else 0.0)
+    assert proven > 0.7 * len(excess) and len(excess) > 20
+    assert sum(more > 1e-9 for more in excess) < 0.1 * len(excess)
+
+
+@pytest.mark.parametrize("make", [random_shared_problem, two_runs])
+def test_longest_stages_are_exact_where_all_can_be_tried(monkeypatch, make):
+    monkeypatch.setattr(partition_trials, "_MAX_TRIALS", 20_000)
+    for seed in range(40):
+        problem = with_share(make(seed), seed)
+        best = best_partition(problem)
+        if math.isfinite(best):
+            solution = solve_partition(problem, method="dp")
+            if solution.status is Status.OPTIMAL:
+                assert solution.objective == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def test_a_stage_that_waits_for_no_other_keeps_stages_even():
+    """By the sum of a rank alone all blocks may be in the stages that hold less at once."""
+    slow = BlockOption(time_s=1.3, static_bytes=1.0, saved_bytes=0.5)
+    fast = BlockOption(time_s=1.0, static_bytes=1.0, saved_bytes=4.0)
+    end = BlockOption(time_s=0.2, static_bytes=1.0, saved_bytes=0.0)
+    problem = PartitionProblem(
+        blocks=(0, *(1,) * 40, 0),
+        classes=((end,), (fast, slow)),
+        num_stages=4,
+        in_flight=(3, 2, 2, 1),
+        capacity_bytes=(170.0,) * 4,
+        num_micro_batches=32,
+        max_weight=15.5,
+        sum_weight=0.5,
+        stage_rank=(0, 1, 0, 1),
+    )
+    by_sum = solve_partition(problem, method="dp")
+    even = solve_partition(dataclasses.replace(problem, stage_share=1 / 3), method="dp")
+    assert max(by_sum.stage_time_s) > 3 * min(by_sum.stage_time_s)
+    assert max(even.stage_time_s) < 1.1 * min(even.stage_time_s)
+    assert even.gap < 0.01
