@@ -72,8 +72,8 @@ def solve_partition(
     bytes that stages lack at the least. Where stages share ranks both methods are the same, and
     exact unless the classes of the chain change so often that neither the ways to cut between them
     (`partition_ranks`) nor all partitions can be gone through: then FEASIBLE, or TIME_LIMIT, with a
-    bound that is proven. A bound of `cutoff` or more ends their search. Raises ValueError for an
-    unknown method and `BackendUnavailable`.
+    bound that is proven; and so where a rank's longest stage counts for itself. A bound of `cutoff`
+    or more ends their search. Raises ValueError for an unknown method and `BackendUnavailable`.
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")

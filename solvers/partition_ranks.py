@@ -1,4 +1,4 @@
-"""Ranks that hold several stages, exactly: a rank with all of its stages is one arc.
+"""Ranks that hold several stages: a rank with all of its stages is one arc.
 
 Which blocks of a class a stage runs is free where they follow each other, so only their number
 counts. Once it is known between which classes the stages are cut (a layout), the blocks left over
@@ -9,7 +9,9 @@ run of blocks,
                      the least and n[j] more, each on any of its stages that reaches run j,
 
 a knapsack like that of a stage, and a walk over (n[j] dealt out so far) finds the best partition by
-the longest rank as one over cuts does by the longest stage.
+the longest rank as one over cuts does by the longest stage. Where a rank's longest stage counts for
+itself (`stage_share`), it matters too how the blocks are split among the stages, which is found to
+within a bound (`partition_splits`).
 """
 
 from __future__ import annotations
