@@ -248,7 +248,7 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
         arcs = table.arcs()
         path = search.search(arcs)
     if table.counts:
-        run.relaxed_bound = run.enough if path is None else path.objective
+        run.relaxed_bound = math.inf if path is None else path.objective
         _offer_real(run, graph)
         return arcs
     arcs = _price_survivors(run, graph, arcs)
