@@ -110,7 +110,7 @@ def gpt(layers: int) -> Captured:
         config = GPTConfig(layers=layers, hidden=2048, heads=16, seq_len=2048, tied=False)
         tokens = torch.zeros(4, 2048, dtype=torch.long)
         model = GPT(config).to(torch.bfloat16)
-        return capture(model, {"input_ids": tokens, "labels": tokens})
+    return capture(model, {"input_ids": tokens, "labels": tokens})
 
 
 def planned(captured: Captured, nodes: int, pins: Mapping[str, str], limit_s: float) -> Plan:

@@ -8,11 +8,14 @@ higher-order ops do it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     _AttrProxy,
     disable_proxy_modes_tracing,
@@ -81,6 +84,33 @@ def depends_on_data(value: object) -> bool:
     return bool(free_unbacked_symbols(value))
 
 
+@contextlib.contextmanager
+def lean_nodes() -> Iterator[None]:
+    """Within, traced nodes come without what capture does not read and what takes the longest to
+    find out where parameters are many: memory formats (`tensor_meta`, which torch itself calls a
+    best effort) of values, and stack traces of placeholders, which torch drops again."""
+    original = fx.proxy.TracerBase.create_node
+
+    def create_node(tracer: Any, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        with _without_stack_traces(tracer) if kind == "placeholder" else contextlib.nullcontext():
+            return original(tracer, kind, *args, **kwargs)
+
+    with (
+        mock.patch.object(fx.proxy.TracerBase, "create_node", create_node),
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_, **__: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_stack_traces(tracer: Any) -> Iterator[None]:
+    recorded, tracer.record_stack_traces = tracer.record_stack_traces, False
+    try:
+        yield
+    finally:
+        tracer.record_stack_traces = recorded
+
+
 def record_call(
     tracer: Any, inputs: Sequence[Tensor], template: int, like: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -88,8 +118,8 @@ def record_call(
     with unwatched(), disable_proxy_modes_tracing():
         made = [_such_as(tensor) for tensor in like]
     proxies = [tracer.tensor_tracker[tensor].proxy for tensor in inputs]
-    call = tracer.create_proxy("call_function", REPEATED, (proxies, template), {})
-    with unwatched():
+    with unwatched(), _without_stack_traces(tracer):
+        call = tracer.create_proxy("call_function", REPEATED, (proxies, template), {})
         return track_tensor_tree(made, call, constant=None, tracer=tracer)
 
 

@@ -20,6 +20,7 @@ from autopar.capture.entries import Entries, example_tensors, model_device
 from autopar.capture.grouped import traceable_grouped_mm
 from autopar.capture.locations import location_of_error
 from autopar.capture.outputs import OutputTree, check_loss, find_loss
+from autopar.capture.proxies import lean_nodes
 from autopar.capture.repeated import RepeatedCalls
 from autopar.capture.sizes import FIXED_SIZES
 from autopar.capture.templates import Template
@@ -113,7 +114,14 @@ def trace(
     repeated = RepeatedCalls(model)
     sharing = contextlib.nullcontext() if every_call else repeated.active()
     try:
-        with watch_silent_drops(notes), traceable_grouped_mm(), sharing, _alone(), _quiet():
+        with (
+            watch_silent_drops(notes),
+            traceable_grouped_mm(),
+            sharing,
+            lean_nodes(),
+            _alone(),
+            _quiet(),
+        ):
             program = torch.export.export(
                 wrapper, (tensors,), dynamic_shapes={"tensors": dims}, strict=False
             )
