@@ -185,20 +185,31 @@ def shared_layouts(
         samples: Placement = Shard(grown[0]) if split else R
         layouts[Ref(source.name)] = tuple(samples if axis.splits_samples else R for axis in axes)
     summed, differentiable = set(batch.setup_sums), graph.differentiable()
+    made: dict[tuple[Placement, int | None, int | None], Layout] = {}
     for node in graph.nodes:
         for index, placement in enumerate(batch.strategies[node.name].outputs):
             ref = Ref(node.name, index)
             samples = R if node.name in summed else placement
             dim = sequence.get(ref) if ref in differentiable else None
-            layouts[ref] = tuple(
-                samples
-                if axis.splits_samples
-                else R
-                if dim is None or not axis.sequence
-                else sequence_shard(dim, node.outputs[index].shape[dim].const, axis)
-                for axis in axes
-            )
+            extent = None if dim is None else node.outputs[index].shape[dim].const
+            key = (samples, dim, extent)
+            if key not in made:
+                made[key] = tuple(_shared_placement(axis, *key) for axis in axes)
+            layouts[ref] = made[key]
     return layouts
+
+
+def _shared_placement(
+    axis: MeshAxis, samples: Placement, dim: int | None, extent: int | None
+) -> Placement:
+    """How an axis splits a value by `samples`, and by the sequence of an `extent` along a dim."""
+    if axis.splits_samples:
+        return samples
+    return (
+        R
+        if dim is None or extent is None or not axis.sequence
+        else sequence_shard(dim, extent, axis)
+    )
 
 
 def sequence_shard(dim: int, extent: int, axis: MeshAxis) -> Shard:

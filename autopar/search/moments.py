@@ -8,7 +8,7 @@ activations and all gradients.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -157,31 +157,57 @@ def _runs(
     options: Sequence[ClassOption],
     elsewhere: Collection[str],
 ) -> Iterator[_Run]:
-    seen, prices = set(elsewhere), pricer.prices(grid)
+    """What every block holds, once where blocks of a class that share nothing run alike."""
+    seen, known = set(elsewhere), dict[tuple[int, int], _Run]()
     for block, option in zip(blocks, options, strict=True):
-        first = pricer.setting.chain.representative(block.class_index)
-        states = dict(option.states)
-        weights, gathered, joined = list[_Weight](), [0, 0], 0
-        for ref, model in zip(block.parameters, first.parameters, strict=True):
-            source = pricer.setting.sources[ref.name]
-            state = states[pricer.setting.sources[model.name].fqn]
-            if state.level == 3:
-                whole = prices.local_bytes(ref, state.layout)
-                again = model in option.again.weights
-                gathered[0] += whole
-                gathered[1] += whole * (model in pricer.kept_parameters(first) or again)
-                dims = [p.dim for p in state.stored if isinstance(p, Shard)]
-                joined = max(joined, whole if any(dims) else 0)
-            if source.trainable and ref.name not in seen:
-                weights.append(_weight(pricer, grid, ref, state))
-        yield _Run(
-            option=option,
-            held=held_bytes(pricer, block, option.states, grid, skip=seen),
-            weights=tuple(weights),
-            gathered=(gathered[0], gathered[1]),
-            joined=joined,
-        )
-        seen |= {ref.name for ref in block.parameters}
+        alike, names = (block.class_index, id(option)), {ref.name for ref in block.parameters}
+        alone = seen.isdisjoint(names)
+        if alone and alike in known:
+            yield _renamed(pricer, known[alike], block)
+        else:
+            run = _run(pricer, grid, block, option, seen)
+            if alone:
+                known[alike] = run
+            yield run
+        seen |= names
+
+
+def _renamed(pricer: Pricer, run: _Run, block: Block) -> _Run:
+    """The same for another block of the class."""
+    trainable = [ref.name for ref in block.parameters if pricer.setting.sources[ref.name].trainable]
+    weights = tuple(
+        replace(weight, entry=replace(weight.entry, name=name))
+        for weight, name in zip(run.weights, trainable, strict=True)
+    )
+    return replace(run, weights=weights)
+
+
+def _run(
+    pricer: Pricer, grid: Grid, block: Block, option: ClassOption, seen: Collection[str]
+) -> _Run:
+    """What one block holds, parameters that were `seen` before left out."""
+    prices, first = pricer.prices(grid), pricer.setting.chain.representative(block.class_index)
+    states = dict(option.states)
+    weights, gathered, joined = list[_Weight](), [0, 0], 0
+    for ref, model in zip(block.parameters, first.parameters, strict=True):
+        source = pricer.setting.sources[ref.name]
+        state = states[pricer.setting.sources[model.name].fqn]
+        if state.level == 3:
+            whole = prices.local_bytes(ref, state.layout)
+            again = model in option.again.weights
+            gathered[0] += whole
+            gathered[1] += whole * (model in pricer.kept_parameters(first) or again)
+            dims = [p.dim for p in state.stored if isinstance(p, Shard)]
+            joined = max(joined, whole if any(dims) else 0)
+        if source.trainable and ref.name not in seen:
+            weights.append(_weight(pricer, grid, ref, state))
+    return _Run(
+        option=option,
+        held=held_bytes(pricer, block, option.states, grid, skip=seen),
+        weights=tuple(weights),
+        gathered=(gathered[0], gathered[1]),
+        joined=joined,
+    )
 
 
 def _weight(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> _Weight:

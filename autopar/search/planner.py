@@ -167,7 +167,7 @@ class Planner:
                     seen.left_s = min(seen.left_s, bound)
                     break
             seen.in_vain += solved and seen.best is best
-            if solved and seen.ends_search(queue, self.setting.gap):
+            if seen.ends_search(queue, self.setting.gap):
                 seen.close_enough = True
                 seen.leave(queue)
                 return

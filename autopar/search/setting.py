@@ -109,6 +109,20 @@ class Setting(GraphFacts):
         )
 
     @cached_property
+    def boundary_kinds(self) -> tuple[tuple[int, ...], tuple[tuple[Ref, ...], ...]]:
+        """For every boundary of the chain which of the distinct ones it is, and these: others have
+        values of the same specs that carry gradients alike."""
+        kinds: dict[object, int] = {}
+        distinct: list[tuple[Ref, ...]] = []
+        found = []
+        for refs in self.chain.boundaries:
+            alike = tuple((self.specs[ref], ref in self.differentiable) for ref in refs)
+            found.append(kinds.setdefault(alike, len(kinds)))
+            if found[-1] == len(distinct):
+                distinct.append(refs)
+        return tuple(found), tuple(distinct)
+
+    @cached_property
     def sequence_length(self) -> int:
         """Extent of the sequence of the values between blocks; 0 where they have none."""
         crossing = [ref for refs in self.chain.boundaries for ref in refs]

@@ -121,16 +121,9 @@ def stage_ranks(grid: Grid, stage: int) -> range:
 
 def _boundary_times(pricer: Pricer, grid: Grid, hop: Places | None = None) -> tuple[float, ...]:
     """Half of what a message and its gradient take, for each neighbour of every possible cut."""
-    priced: dict[object, float] = {}
-    times = []
-    for refs in pricer.setting.chain.boundaries:
-        key = tuple(
-            (pricer.setting.specs[ref], ref in pricer.setting.differentiable) for ref in refs
-        )
-        if key not in priced:
-            priced[key] = sum(boundary_s(pricer, grid, refs, hop)) / 2
-        times.append(priced[key])
-    return tuple(times)
+    kinds, distinct = pricer.setting.boundary_kinds
+    each = [sum(boundary_s(pricer, grid, refs, hop)) / 2 for refs in distinct]
+    return tuple(each[kind] for kind in kinds)
 
 
 def _hop_times(pricer: Pricer, grid: Grid) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -156,13 +149,10 @@ def message_bytes(pricer: Pricer, grid: Grid) -> tuple[int, ...]:
     boundary; between meshes that differ one more, to put a value together from its parts."""
     if grid.pipeline == 1:
         return (0,)
-    distinct = {
-        tuple(pricer.setting.specs[ref] for ref in refs): refs
-        for refs in pricer.setting.chain.boundaries
-    }
+    _, distinct = pricer.setting.boundary_kinds
 
     def widest(own: Grid) -> int:
-        return max((boundary_bytes(pricer, own, refs) for refs in distinct.values()), default=0)
+        return max((boundary_bytes(pricer, own, refs) for refs in distinct), default=0)
 
     spots = [widest(spot.grid) for spot in pricer.places.spots(grid)]
     places = zip(pricer.places.kinds(grid), messages_under_way(grid.pipe), strict=True)
