@@ -25,6 +25,9 @@ from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 
+_STAGES = 128
+"""Stages up to which a linear program bounds them."""
+
 Least = Callable[[int, Grid, Home], float]
 """Seconds that no block of a class beats on a grid and a home."""
 
@@ -230,14 +233,15 @@ class Bounds:
         return Bound(max(plain, pooled_bound(problem)), plain)
 
     def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
-        """The same with all that each stage has in flight."""
+        """The same with all that each stage has in flight, and with every stage in its own memory
+        where that is quick to tell."""
         sharded = self._held(grid, weights, self._fastest)
         if not grid.pipe.flushes or sharded.step_s == inf:
             return sharded
         classes = self._floor_classes(grid, self._fastest)
         problem = chain_problem(self.pricer, grid, classes, weights, messages=False)
         full = pooled_bound(problem)
-        if weights.stage and full < inf:
+        if full < inf and grid.pipe.num_stages <= _STAGES:
             full = max(full, relaxed_bound(problem, get_backend(self.pricer.setting.backend)))
         return sharded._replace(step_s=max(sharded.step_s, full))
 
