@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
-from math import inf
+from math import ceil, inf
 from typing import cast
 
 from autopar.errors import InfeasiblePlan
@@ -243,15 +243,25 @@ class Planner:
             bound, upkeep_s = 0.0, inf
             if not self._late:
                 bound, upkeep_s = cast(Computed, self.ahead.get(first_question(grid)))
-            queue.append(Entry(bound + upkeep_s, place, bound, Sharpness.COMPUTE, grid))
+            promise = (bound + upkeep_s) * self._unevenness(grid)
+            queue.append(Entry(promise, place, bound, Sharpness.COMPUTE, grid))
         heapq.heapify(queue)
         return queue
 
     def _sharper(self, entry: Entry) -> Entry:
         sharper, sharpness, upkeep_s = cast(Sharper, self.ahead.get(next_question(entry)))
         bound = max(sharper.step_s, entry.bound)
-        promise = max(bound, sharper.plain_s + upkeep_s)
+        promise = max(bound, sharper.plain_s + upkeep_s) * self._unevenness(entry.grid)
         return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
+
+    def _unevenness(self, grid: Grid) -> float:
+        """About what ranks of several stages may take more than what is known of them before their
+        stages are solved: whole blocks leave some stage longer than others, and what is in flight
+        on every stage asks for more than on one. No bound: it tells which to look at first."""
+        pipe, blocks = grid.pipe, len(self.setting.chain.blocks)
+        if pipe.chunks == 1:
+            return 1.0
+        return pipe.chunks * ceil(blocks / pipe.num_stages) * pipe.ranks / blocks
 
     def _look_ahead(self, queue: Sequence[Entry], seen: Seen) -> None:
         if self.ahead.idle:
