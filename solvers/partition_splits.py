@@ -19,13 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.partition_balance import Offered, balanced
+from solvers.partition_dealing import most_of_one, near_even
 from solvers.partition_frontier import ClassTable
 from solvers.partition_pricing import Array, Price, Pricer, StageKind
 
-_MOST_SPLITS = 48
-"""Ways to split so many blocks that are gone through at the most."""
-_WIDEST = 8
-"""Blocks that a stage may have more than the mean in these."""
 _PRICED = 6
 """Splits that are priced, those first that may count the least; others are bounded."""
 _FEW_BLOCKS = 8
@@ -36,6 +33,10 @@ _TILTS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How much more stages are weighed than others by how much less they hold."""
 _THRESHOLDS = 2
 """Transient peaks that are tried to run more blocks, those first that may cost the least."""
+_MANY = 256
+"""Blocks of a run from which on splits are gone through of numbers near the mean of a rank alone;
+other numbers are bounded."""
+_NEAR = (0.6, 1.3)
 _ROUNDING = 1e-9
 
 
@@ -111,6 +112,7 @@ class SplitPricer(Pricer):
         self.num_runs = len(next(iter(places.values()))[0].runs)
         self.num_sure = compositions.shape[1] - self.num_runs
         self.reached = {kind: self._reached(own) for kind, own in places.items()}
+        self.near = self._near_mean()
         self.splits, splits = self._all_splits()
         self.even = Pricer(
             kinds=kinds,
@@ -140,15 +142,27 @@ class SplitPricer(Pricer):
             table = places[place].runs[run] if place < len(places) else None
             yield table or ClassTable(())
 
+    def _near_mean(self) -> NDArray[np.bool_]:
+        """The compositions of which splits are gone through."""
+        number = self.compositions[:, self.num_sure :].sum(axis=1)
+        mean = number.max() / len(self.kind_of_stage)
+        near = (number >= _NEAR[0] * mean) & (number <= _NEAR[1] * mean + 1)
+        return np.asarray(near | (number.max() < _MANY))
+
     def _all_splits(self) -> tuple[list[NDArray[np.intp]], NDArray[np.intp]]:
         """Per composition the splits that are gone through, and all of these."""
         found: dict[tuple[int, ...], int] = {}
         own = []
-        for counts in self.compositions[:, self.num_sure :].tolist():
+        for counts, near in zip(
+            self.compositions[:, self.num_sure :].tolist(), self.near.tolist(), strict=True
+        ):
+            if not near:
+                own.append(np.zeros(0, dtype=np.intp))
+                continue
             rows = set()
             for reached in sorted(set(self.reached.values())):
                 each = [
-                    _near_even(n, places, self.width)
+                    near_even(n, places, self.width)
                     for n, places in zip(counts, reached, strict=True)
                 ]
                 rows |= {tuple(itertools.chain(*parts)) for parts in itertools.product(*each)}
@@ -197,8 +211,13 @@ class SplitPricer(Pricer):
             tables = [places[p].runs[run] for p in stages]
             fastest_s = min((float(t.time.min()) for t in tables if t is not None), default=0.0)
             for composition, n in enumerate(self.compositions[:, self.num_sure + run].tolist()):
-                more = _most(n, len(stages)) + 1
-                if len(stages) > 1 and more <= n:
+                if not self.near[composition]:
+                    more = -(-n // max(len(stages), 1))
+                else:
+                    more = most_of_one(n, len(stages)) + 1
+                    if len(stages) < 2:
+                        continue
+                if more <= n:
                     longest_s[composition] = min(longest_s[composition], more * fastest_s)
         time_s = np.where(np.isfinite(longest_s), self.lower_time(kind), np.inf)
         cuts_s = np.array([place.cuts_s for place in places])
@@ -215,7 +234,9 @@ class SplitPricer(Pricer):
         times, counts = (values[:, composition] for values in self.bounds(kind))
         rows = self.splits[composition]
         counts = counts.copy()
-        counts[: len(rows)] = np.maximum(counts[: len(rows)], self._weighed_counts(kind, rows))
+        if len(rows):
+            weighed = self._weighed_counts(kind, rows)
+            counts[: len(rows)] = np.maximum(counts[: len(rows)], weighed)
         counts[-1] = max(counts[-1], self._tilted_count(kind, composition))
         least_sync = float(self.least_sync(kind)[composition])
         ways: list[Price] = []
@@ -401,46 +422,3 @@ def _beats(way: Price, bound: Price) -> bool:
         and way.count_s <= bound.count_s * (1 + _ROUNDING)
         and way.sync_s <= bound.sync_s * (1 + _ROUNDING)
     )
-
-
-@functools.cache
-def _most(blocks: int, stages: int) -> int:
-    """The most blocks that a stage has in a split that is gone through."""
-    if stages <= 1:
-        return blocks
-    mean = -(-blocks // stages)
-    for wider in range(_WIDEST, 0, -1):
-        if _number(blocks, stages, mean + wider) <= _MOST_SPLITS:
-            return mean + wider
-    return mean + 1
-
-
-@functools.cache
-def _number(blocks: int, stages: int, most: int) -> int:
-    """Ways to split blocks among stages of at most so many."""
-    if stages == 1:
-        return int(0 <= blocks <= most)
-    return sum(_number(blocks - own, stages - 1, most) for own in range(min(blocks, most) + 1))
-
-
-def _near_even(blocks: int, places: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
-    """The splits of blocks among some of so many stages that are gone through."""
-    if not places:
-        return [] if blocks else [(0,) * width]
-    found = []
-    for parts in _parts(blocks, len(places), _most(blocks, len(places))):
-        row = [0] * width
-        for place, own in zip(places, parts, strict=True):
-            row[place] = own
-        found.append(tuple(row))
-    return found
-
-
-def _parts(blocks: int, stages: int, most: int) -> Iterator[tuple[int, ...]]:
-    if stages == 1:
-        if blocks <= most:
-            yield (blocks,)
-        return
-    for own in range(max(0, blocks - (stages - 1) * most), min(blocks, most) + 1):
-        for rest in _parts(blocks - own, stages - 1, most):
-            yield (own, *rest)

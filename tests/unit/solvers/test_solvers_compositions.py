@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from solvers import partition_compositions
 from solvers.partition_compositions import compositions
+from solvers.partition_dealing import most_of_one, near_even
 
 
 @pytest.mark.parametrize("largest", [2**62, 20])
@@ -29,3 +31,12 @@ def test_a_chain_of_one_class_has_a_composition_for_each_length():
     run, counts = compositions([0] * 300, 1)
     assert counts.tolist() == [[n] for n in range(1, 301)]
     assert run[20, 270] == 249
+
+
+def test_splits_are_all_of_those_whose_stages_have_no_more_than_so_many():
+    for blocks in range(14):
+        for stages in range(1, 5):
+            most = most_of_one(blocks, stages)
+            found = near_even(blocks, tuple(range(stages)), stages)
+            every = itertools.product(range(most + 1), repeat=stages)
+            assert found == [parts for parts in every if sum(parts) == blocks]
