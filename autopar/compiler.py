@@ -34,6 +34,7 @@ from autopar.search import (
     Pins,
     Setting,
     Store,
+    Team,
     check_backend,
     check_objective,
     make_plan,
@@ -156,10 +157,21 @@ def plan_captured(
 
     Raises InputError or InfeasiblePlan with the reason.
     """
-    setting = planning_setting(captured, cluster, options, name=name, progress=progress)
     with working(options.workers) as team:
-        shared = replace(setting, team=team)
-        plan = remembered_plan(shared, lambda: make_plan(shared, progress))
+        return _planned(captured, cluster, options, name, progress, team)
+
+
+def _planned(
+    captured: Captured,
+    cluster: Cluster | str,
+    options: PlanOptions,
+    name: str,
+    progress: Progress,
+    team: Team | None,
+) -> Planned:
+    setting = planning_setting(captured, cluster, options, name=name, progress=progress)
+    setting = replace(setting, team=team)
+    plan = remembered_plan(setting, lambda: make_plan(setting, progress))
     return with_collectives(
         Planned(captured=captured, chain=setting.chain, plan=plan, worked_out=setting.worked_out)
     )
@@ -327,8 +339,9 @@ def plan_source(
 ) -> Planned:
     """Plan a model by name, without allocating it."""
     where = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    captured, options = capture_source(source, where, options, progress)
-    return plan_captured(captured, where, options, name=source.name, progress=progress)
+    with working(options.workers, where.num_devices) as team:
+        captured, options = capture_source(source, where, options, progress)
+        return _planned(captured, where, options, source.name, progress, team)
 
 
 def write_program(planned: Planned, folder: Path | str) -> None:

@@ -56,6 +56,11 @@ class GraphFacts:
     )
     """What is known of a graph, by its id: given on to others who look at the same graph."""
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        known = {id(each["graph"]): each for each in self.worked_out.values()}
+        vars(self)["worked_out"] = known  # the graph of a copy is another object
+
     @fact
     def nodes(self) -> Mapping[str, OpNode]:
         """Op nodes by name."""

@@ -8,13 +8,14 @@ from autopar.search.planner import Progress
 from autopar.search.remembered import remembered_plan
 from autopar.search.setting import Setting
 from autopar.search.store import Store
-from autopar.search.team import working
+from autopar.search.team import Team, working
 
 __all__ = [
     "Pins",
     "Progress",
     "Setting",
     "Store",
+    "Team",
     "check_backend",
     "check_objective",
     "make_plan",

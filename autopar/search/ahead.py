@@ -21,7 +21,6 @@ class Question(NamedTuple):
     what: str
     grid: Grid
     more: int = 0
-    light: bool = False
 
     @property
     def kin(self) -> object:
@@ -30,12 +29,12 @@ class Question(NamedTuple):
 
     @property
     def family(self) -> object:
-        """Questions of one family share most of the work: but for light ones, sharding problems."""
-        return self.kin if self.light else (self.kin, self.grid.micro_batch)
+        """Questions of one family share sharding problems too, which are most of the work."""
+        return self.kin, self.grid.micro_batch
 
 
 class Unanswered(Exception):
-    """No worker answers: they are gone, or the answer is an error."""
+    """The answer is an error."""
 
 
 class Helpers(Protocol):
@@ -44,8 +43,8 @@ class Helpers(Protocol):
     def expect(self, questions: Iterable[Question]) -> None:
         """Questions that are likely to be asked next, in place of those expected before."""
 
-    def get(self, question: Question) -> Answer:
-        """The answer, waited for. Raises Unanswered."""
+    def get(self, question: Question, answer: Callable[[Question], Answer]) -> Answer:
+        """The answer, worked out elsewhere or by `answer`. Raises Unanswered."""
 
     @property
     def idle(self) -> bool:
@@ -54,7 +53,7 @@ class Helpers(Protocol):
 
 @dataclass
 class Ahead:
-    """Asks the helpers of a search, if it has any, and where they do not answer the search."""
+    """Asks the search, and the helpers that it may have."""
 
     answer: Callable[[Question], Answer]
     helpers: Helpers | None = None
@@ -63,7 +62,7 @@ class Ahead:
         """The answer to a question. Raises what working it out raises."""
         if self.helpers is not None:
             try:
-                return self.helpers.get(question)
+                return self.helpers.get(question, self.answer)
             except Unanswered:
                 pass
         return self.answer(question)

@@ -111,14 +111,13 @@ class Seen:
 
 def first_question(grid: Grid) -> Question:
     """What is asked about a grid first: its cheapest bound."""
-    return Question("computed", grid, light=True)
+    return Question("computed", grid)
 
 
 def next_question(entry: Entry) -> Question:
     """What is asked when a grid's turn comes: a sharper bound, or else what there is to solve."""
     if entry.sharpness < Sharpness.SCHEDULED:
-        light = entry.sharpness == Sharpness.COMPUTE
-        return Question("sharper", entry.grid, entry.sharpness, light)
+        return Question("sharper", entry.grid, entry.sharpness)
     return Question("problems", entry.grid)
 
 

@@ -1,7 +1,8 @@
 """Processes that answer the questions of searches, each for as long as its search asks.
 
 They are plain interpreters that talk over pipes, so that nothing is asked of the program that
-starts them: no guard around its main module, no fork of its threads. They die with it.
+starts them: no guard around its main module, no fork of its threads. They die with it. The process
+that searches is one of those that answer, and waits for others only while it has nothing to do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice
 from typing import IO
 
 from autopar.rules import is_extended
@@ -35,17 +38,40 @@ _FEW = 24
 _WORTH = 256
 """Grids of a search from which it is worth the second that a worker takes to be ready for it."""
 
+_LARGE = 128
+"""Devices of a cluster whose searches are long, whatever the model: for these, workers get ready
+while it is captured."""
+
+_PATIENCE_S = 2.0
+"""Seconds that a worker is waited for, with nothing else to do here, before it is taken to hang."""
+
 Key = tuple[int, Question]
+_Place = tuple[int, int]
+"""Numbers of a question's family, and of that of the light questions of its kin."""
 
 
-@dataclass
-class _Worker:
-    """A process, the settings it has, and whether it has answered and still does."""
+@dataclass(eq=False, kw_only=True)
+class _Who:
+    """Who answers questions, by itself this process: whether it still does, and whether it has been
+    waited for in vain since it last did."""
+
+    alive: bool = True
+    stalled: bool = False
+
+    @property
+    def helps(self) -> bool:
+        """Whether an answer is worth waiting for."""
+        return self.alive and not self.stalled
+
+
+@dataclass(eq=False, kw_only=True)
+class _Worker(_Who):
+    """A process, the settings it has, what it is working at, and how much it has answered."""
 
     process: subprocess.Popen[bytes]
     settings: set[int] = field(default_factory=set)
-    ready: bool = False
-    alive: bool = True
+    keys: list[Key] = field(default_factory=list)
+    answered: int = 0
 
 
 class Team:
@@ -55,12 +81,14 @@ class Team:
     def __init__(self, size: int) -> None:
         self._size = size
         self._changed = threading.Condition()
-        self._settings: list[Setting] = []
-        self._urgent: dict[Key, None] = {}
-        self._expected: dict[Key, None] = {}
+        self._settings: list[bytes] = []
+        self._urgent: dict[Key, _Place] = {}
+        self._expected: dict[Key, _Place] = {}
         self._taken: set[Key] = set()
         self._answers: dict[Key, tuple[bool, Answer]] = {}
-        self._owner: dict[object, _Worker] = {}
+        self._families: dict[object, int] = {}
+        self._owner: dict[int, _Who] = {}
+        self._here = _Who()
         self._closed = False
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
@@ -82,19 +110,24 @@ class Team:
 
     def helpers(self, setting: Setting, grids: int) -> TeamHelpers | None:
         """The workers as helpers of a search over so many grids; None where that is not worth it,
-        or would not be the same: workers know no rules but autopar's own."""
+        or would not be the same: workers know no rules but autopar's own, and not what cannot be
+        copied."""
         if grids < _WORTH or is_extended():
             return None
-        if not self._workers:
-            self._start()
+        try:
+            copied = pickle.dumps(replace(setting, team=None), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            return None
+        self.start()
         with self._changed:
-            self._settings.append(replace(setting, worked_out={}, team=None))
+            self._settings.append(copied)
             return TeamHelpers(team=self, number=len(self._settings) - 1)
 
-    def _start(self) -> None:
-        for _ in range(self._size):
+    def start(self) -> None:
+        """Start the workers, where they are not."""
+        for _ in range(self._size if not self._workers else 0):
             try:
-                worker = _Worker(_started())
+                worker = _Worker(process=_started())
             except OSError:  # no room for more processes: those that there are do
                 return
             self._workers.append(worker)
@@ -105,26 +138,85 @@ class Team:
         """Questions that a search is likely to ask next, in place of those expected before."""
         with self._changed:
             keys = ((number, question) for question in questions)
-            self._expected = {key: None for key in keys if not self._known(key)}
+            self._expected = {key: self._place(key) for key in keys if not self._known(key)}
+            self._share_out(self._expected.values())
             self._changed.notify_all()
 
-    def get(self, number: int, question: Question) -> Answer:
-        """The answer to a question. Raises Unanswered, also as long as no worker is ready."""
+    def get(self, number: int, question: Question, answer: Callable[[Question], Answer]) -> Answer:
+        """The answer to a question, worked out by `answer` here unless a worker has it or knows
+        more of what it takes: then others that are expected are, until it is there. Raises
+        Unanswered where the answer is an error."""
         key = number, question
-        with self._changed:
-            self._expected.pop(key, None)
-            while key not in self._answers:
-                if not any(worker.ready and worker.alive for worker in self._workers):
-                    self._urgent.pop(key, None)
-                    raise Unanswered
-                if key not in self._taken and key not in self._urgent:
-                    self._urgent[key] = None
-                    self._changed.notify_all()
-                self._changed.wait()
-            answered, answer = self._answers[key]
+        self._forget_others(number)
+        while (mine := self._next_here(key)) is not None:
+            try:
+                found = True, answer(mine[1])
+            except Exception:  # met again where it belongs
+                found = False, None
+            with self._changed:
+                self._taken.discard(mine)
+                self._answers[mine] = found
+        answered, result = self._answers[key]
         if not answered:
             raise Unanswered
-        return answer
+        return result
+
+    def _forget_others(self, number: int) -> None:
+        """Expect no more what another search asked last: what is expected may be answered here."""
+        with self._changed:
+            if next(iter(self._expected), (number,))[0] != number:
+                self._expected = {}
+
+    def _next_here(self, key: Key) -> Key | None:
+        """What to answer here next while `key` is asked for, None once it is answered."""
+        with self._changed:
+            self._expected.pop(key, None)
+            patient_until = time.monotonic() + _PATIENCE_S
+            while key not in self._answers:
+                if not any(worker.answered and worker.helps for worker in self._workers):
+                    return key
+                if chosen := self._chosen_here(key):
+                    self._take(self._here, chosen)
+                    return chosen[0]
+                if key not in self._taken and key not in self._urgent:
+                    self._urgent[key] = self._place(key)
+                    self._changed.notify_all()
+                left_s = patient_until - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(left_s)
+                else:
+                    self._stall(key)
+            self._urgent.pop(key, None)
+        return None
+
+    def _chosen_here(self, key: Key) -> list[Key]:
+        asked = {} if key in self._taken else {key: self._place(key)}
+        found = self._own(self._here, asked, 1) or self._own(self._here, self._expected, 1)
+        return found or self._others(1)
+
+    def _stall(self, key: Key) -> None:
+        """Wait no more for who has a question, until it answers any."""
+        owner = self._owner_of(self._place(key))
+        for worker in self._workers:
+            if key in worker.keys or owner is worker:
+                worker.stalled = True
+                self._taken.difference_update(worker.keys)
+
+    def _take(self, who: _Who, keys: Sequence[Key]) -> None:
+        """Note who answers questions, of one family."""
+        for key in keys:
+            self._urgent.pop(key, None)
+            self._expected.pop(key, None)
+            self._taken.add(key)
+        place = self._place(keys[0])
+        if self._owner_of(place) is not who:
+            self._owner[place[0]] = who
+
+    def _place(self, key: Key) -> _Place:
+        number, question = key
+        families = self._families
+        family = families.setdefault((number, question.family), len(families))
+        return family, families.setdefault((number, question.kin), len(families))
 
     @property
     def idle(self) -> bool:
@@ -136,24 +228,23 @@ class Team:
 
     def _serve(self, worker: _Worker) -> None:
         """Give a worker questions and take its answers, until it or the team is gone."""
-        keys: list[Key] = []
         try:
-            while keys := self._next(worker):
-                _send(worker, self._message(worker, keys))
-                while keys:
+            while self._give(worker):
+                _send(worker, self._message(worker, worker.keys))
+                while worker.keys:
                     answer = pickle.load(_pipe(worker.process.stdout))
                     with self._changed:
-                        key = keys.pop(0)
+                        key = worker.keys.pop(0)
                         self._taken.discard(key)
-                        self._answers[key] = answer
-                        worker.ready = True
+                        self._answers.setdefault(key, answer)
+                        worker.answered, worker.stalled = worker.answered + 1, False
                         self._changed.notify_all()
-        except Exception:  # gone, or a setting that cannot be copied: the search does without
+        except Exception:  # gone: the search does without
             worker.process.kill()
         finally:
             with self._changed:
                 worker.alive = False
-                self._taken.difference_update(keys)
+                self._taken.difference_update(worker.keys)
                 self._changed.notify_all()
 
     def _message(self, worker: _Worker, keys: Sequence[Key]) -> object:
@@ -163,39 +254,44 @@ class Team:
         worker.settings.add(number)
         return number, setting, [question for _, question in keys]
 
-    def _next(self, worker: _Worker) -> list[Key]:
-        """The questions that a worker answers next, waited for; none once the team is closed."""
+    def _give(self, worker: _Worker) -> bool:
+        """Wait for questions that a worker answers next; false once the team is closed."""
         with self._changed:
             while not self._closed:
-                for keys, near in product((self._urgent, self._expected), (True, False)):
-                    chosen = self._chosen(worker, keys, near)
-                    if chosen:
-                        break
-                for key in chosen:
-                    self._urgent.pop(key, None)
-                    self._expected.pop(key, None)
-                    self._taken.add(key)
-                if chosen:
-                    self._owner[_family(chosen[0])] = worker
-                    return chosen
+                chosen = self._own(worker, self._urgent, _TOGETHER)
+                chosen = chosen or self._own(worker, self._expected, _TOGETHER)
+                if chosen := chosen or self._others(_TOGETHER):
+                    self._take(worker, chosen)
+                    worker.keys = chosen
+                    return True
                 self._changed.wait()
-        return []
+        return False
 
-    def _chosen(self, worker: _Worker, keys: Iterable[Key], near: bool) -> list[Key]:
-        """The first few questions of one family that no other worker has; where it has to be
-        `near`, one of which this worker knows something."""
-        chosen: list[Key] = []
-        for key in keys:
-            if chosen and _family(key) != _family(chosen[0]):
-                continue
-            owner = self._owner.get(_family(key))
-            if owner is None and near:
-                owner = self._owner.get(_kin(key))
-            if owner is None or owner is worker or not owner.alive:
-                chosen.append(key)
-                if len(chosen) == _TOGETHER:
-                    break
-        return chosen
+    def _owner_of(self, place: _Place) -> _Who | None:
+        """Who knows most of what a question takes, None where nobody does who still answers."""
+        family, kin = place
+        owner = self._owner.get(family) or self._owner.get(kin)
+        return owner if owner is not None and owner.helps else None
+
+    def _share_out(self, places: Iterable[_Place]) -> None:
+        """Give each the same number of questions, those of one kin to one."""
+        counts = Counter(place[1] for place in places if self._owner_of(place) is None)
+        load = {who: 0 for who in (self._here, *self._workers) if who.helps}
+        for kin, count in counts.most_common():
+            who = min(load, key=lambda each: load[each])
+            self._owner[kin] = who
+            load[who] += count
+
+    def _own(self, who: _Who, asked: dict[Key, _Place], most: int) -> list[Key]:
+        """The first few questions of one family that nobody else has."""
+        mine = (place[0] for place in asked.values() if self._owner_of(place) in (who, None))
+        return _of_family(next(mine, None), asked, most)
+
+    def _others(self, most: int) -> list[Key]:
+        """The same of what is expected last, whoever has it, where there is much left to do."""
+        if len(self._expected) < _FEW:
+            return []
+        return _of_family(next(reversed(self._expected.values()))[0], self._expected, most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,9 +305,9 @@ class TeamHelpers:
         """Questions that are likely to be asked next, in place of those expected before."""
         self.team.expect(self.number, questions)
 
-    def get(self, question: Question) -> Answer:
-        """The answer, waited for. Raises Unanswered."""
-        return self.team.get(self.number, question)
+    def get(self, question: Question, answer: Callable[[Question], Answer]) -> Answer:
+        """The answer, which `answer` may be asked for. Raises Unanswered."""
+        return self.team.get(self.number, question, answer)
 
     @property
     def idle(self) -> bool:
@@ -220,21 +316,21 @@ class TeamHelpers:
 
 
 @contextmanager
-def working(workers: int) -> Iterator[Team | None]:
-    """So many workers, for as long as they are needed; None for one, which is who asks."""
-    if workers < 2:
+def working(processes: int, devices: int = 0) -> Iterator[Team | None]:
+    """Workers, as many as make up so many processes with this one, for as long as they are needed;
+    None where it is alone. For large clusters they get ready at once."""
+    if processes < 2:
         yield None
         return
-    with closing(Team(workers)) as team:
+    with closing(Team(processes - 1)) as team:
+        if devices >= _LARGE:
+            team.start()
         yield team
 
 
-def _family(key: Key) -> object:
-    return key[0], key[1].family
-
-
-def _kin(key: Key) -> object:
-    return key[0], key[1].kin
+def _of_family(family: int | None, asked: dict[Key, _Place], most: int) -> list[Key]:
+    """The first few questions of a family, if any."""
+    return list(islice((key for key, place in asked.items() if place[0] == family), most))
 
 
 def _started() -> subprocess.Popen[bytes]:

@@ -15,8 +15,8 @@ from autopar.search.ahead import Question
 from autopar.search.planner import Planner
 from autopar.search.setting import Setting
 
-_Messages = queue.SimpleQueue[tuple[int, Setting | None, list[Question]]]
-"""The number of a setting, the setting where it is new, and questions of its search."""
+_Messages = queue.SimpleQueue[tuple[int, bytes | None, list[Question]]]
+"""The number of a setting, a copy of it where it is new, and questions of its search."""
 
 
 @seldom_collecting()
@@ -45,8 +45,9 @@ def serve(messages: _Messages, replies: BinaryIO) -> None:
     that who asked does it and meets the error where it belongs."""
     planners: dict[int, Planner] = {}
     while True:
-        number, setting, questions = messages.get()
-        if setting is not None:
+        number, copied, questions = messages.get()
+        if copied is not None:
+            setting: Setting = pickle.loads(copied)
             planners[number] = Planner(setting=setting)
         for question in questions:
             try:

@@ -1,6 +1,7 @@
 """Workers change how long a search takes, and nothing else."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -62,16 +63,17 @@ def await_that(holds):
 def when_ready(helping, what, done):
     """Progress of a search that lets its workers get ready before it asks."""
     if what == "bounding grids" and not done and not helping._settings[1:]:
-        await_that(lambda: all(worker.ready or not worker.alive for worker in helping._workers))
+        await_that(lambda: all(w.answered or not w.alive for w in helping._workers))
 
 
-def planned(setting, workers, progress=when_ready):
-    """A plan as text, and how many questions workers answered."""
-    with working(workers) as helping:
+def planned(setting, processes, progress=when_ready):
+    """A plan as text, and how many questions other processes than this one answered."""
+    with working(processes) as helping:
         watched = (lambda what, done: None) if helping is None else partial(progress, helping)
         setting = replace(setting, worked_out={}, team=helping)
         text = to_json(make_plan(setting, watched))
-        return text, 0 if helping is None else len(helping._answers)
+        workers = [] if helping is None else helping._workers
+        return text, sum(worker.answered for worker in workers)
 
 
 def is_running(pid):
@@ -83,11 +85,11 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_plans_are_the_same_whatever_the_number_of_workers(every_search, name):
+def test_plans_are_the_same_whatever_the_number_of_processes(every_search, name):
     setting = setting_of(name)
     alone, _ = planned(setting, 1)
-    for workers in (2, 3) if name == "dense" else (2,):
-        text, answered = planned(setting, workers)
+    for processes in (2, 3) if name == "dense" else (2,):
+        text, answered = planned(setting, processes)
         assert text == alone
         assert answered > 10
 
@@ -121,11 +123,11 @@ def test_a_search_whose_workers_die_goes_on_alone(every_search, dense, when):
             for process in killed:
                 process.kill()
 
-    assert planned(dense, 2, kill)[0] == alone
+    assert planned(dense, 3, kill)[0] == alone
     assert len(killed) == 2
 
 
-def test_one_worker_that_dies_leaves_its_share_to_the_other(every_search, dense):
+def test_one_worker_that_dies_leaves_its_share_to_others(every_search, dense):
     alone, _ = planned(dense, 1)
     answered = []
 
@@ -135,12 +137,43 @@ def test_one_worker_that_dies_leaves_its_share_to_the_other(every_search, dense)
         if what == "searching grids" and not answered:
             first.process.kill()
             first.process.wait()
-            answered.append(len(helping._answers))
+            answered.append(second.answered)
         assert second.alive
 
-    text, in_all = planned(dense, 2, kill_one)
+    text, in_all = planned(dense, 3, kill_one)
     assert text == alone
     assert in_all > answered[0]
+
+
+@pytest.mark.parametrize("when", ["bounding grids", "searching grids"])
+def test_a_worker_that_hangs_is_not_waited_for(every_search, dense, monkeypatch, when):
+    monkeypatch.setattr(team, "_PATIENCE_S", 0.05)
+    alone, _ = planned(dense, 1)
+    stopped = []
+
+    def stop(helping, what, done):
+        when_ready(helping, what, done)
+        if what == when and not stopped:
+            (worker,) = helping._workers
+            worker.process.send_signal(signal.SIGSTOP)
+            stopped.append(worker)
+
+    assert planned(dense, 2, stop)[0] == alone
+    assert stopped[0].stalled or when != "bounding grids"
+
+
+def test_workers_get_ready_at_once_where_a_search_is_long():
+    with working(3, devices=team._LARGE - 1) as helping:
+        assert not helping._workers
+    with working(3, devices=team._LARGE) as helping:
+        assert len(helping._workers) == 2
+
+
+def test_a_copy_of_a_setting_knows_what_was_worked_out(dense):
+    grids(dense)
+    copy = pickle.loads(pickle.dumps(dense))
+    assert list(copy.worked_out) == [id(copy.graph)]
+    assert copy.worked_out[id(copy.graph)]["batch"] == dense.batch
 
 
 def test_a_search_without_any_process_for_workers_goes_on_alone(every_search, dense, monkeypatch):
@@ -152,8 +185,7 @@ def test_a_setting_that_cannot_be_copied_is_searched_alone(every_search, dense):
     local = replace(dense, name=type("Text", (str,), {})("name"))
     with working(2) as helping:
         found = Planner(setting=replace(local, team=helping)).search()
-        await_that(lambda: not any(worker.alive for worker in helping._workers))
-        assert not helping._answers
+        assert not helping._workers
     assert found.best.grid == Planner(setting=dense).search().best.grid
 
 
@@ -168,7 +200,7 @@ def test_no_worker_outlives_a_search_that_fails(every_search, dense, error):
             raise error
 
     with pytest.raises(error):
-        planned(dense, 2, fail)
+        planned(dense, 3, fail)
     assert len(workers) == 2
     assert all(process.returncode is not None for process in workers)
 
@@ -179,7 +211,7 @@ sys.path.insert(0, {root!r})
 from autopar.compiler import PlanOptions, load_source, plan_source
 from autopar.search import team
 team._WORTH = 1
-started = team.Team._start
+started = team.Team.start
 
 def start(self):
     started(self)
@@ -189,8 +221,8 @@ def watch(what, done):
     if what == "searching grids":
         time.sleep({sleep_s})
 
-team.Team._start = start
-options = PlanOptions(global_batch=16, workers=2)
+team.Team.start = start
+options = PlanOptions(global_batch=16, workers=3)
 plan = plan_source(load_source("mlp"), "2x2:a100-40gb", options, watch).plan
 print(plan.pipeline)
 """
