@@ -47,7 +47,7 @@ _PATIENCE_S = 2.0
 
 Key = tuple[int, Question]
 _Place = tuple[int, int]
-"""Numbers of a question's family, and of that of the light questions of its kin."""
+"""Numbers of a question's family and of its kin."""
 
 
 @dataclass(eq=False, kw_only=True)
