@@ -45,6 +45,11 @@ class OpenProblems:
         self._problem, self._open = problem, frozenset(open_nodes)
         self._rest = self._reduced()
 
+    @property
+    def open_nodes(self) -> frozenset[int]:
+        """The nodes that may have more costs, and more edges between them."""
+        return self._open
+
     def _reduced(self) -> _Rest | None:
         """None where some tables would be too large, or nothing is possible."""
         core = build_core(self._problem)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.partition_bound import least_bottleneck, least_cuts, lower_bound, on_any_device
+from solvers.partition_fill import least_fill
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -28,6 +29,7 @@ Array = NDArray[np.float64]
 _ROUNDING = 1e-12
 _PRICES = 16
 _HALVINGS = 30
+_AROUND = 1
 
 
 class _Stages:
@@ -75,18 +77,28 @@ def pooled_bound(problem: PartitionProblem) -> float:
     if sum(c.count * _least_bytes(c) for c in classes) > free * (1 + _ROUNDING):
         return math.inf
     weight, cuts = problem.bottleneck_weight, least_cuts(problem)
-    longest = weight * least_bottleneck(on_any_device(problem))
+    alike = on_any_device(problem)
+    longest = weight * max(least_bottleneck(alike), least_fill(alike))
+    if math.isinf(longest):
+        return math.inf
     once = np.ones(len(stages.rank))
     even = np.full(len(stages.several), 1.0 / len(ranks))
-    best = cheap
-    for price in _prices(problem):
+    best, found, prices = cheap, [], _prices(problem)
+    for price in prices:
         # the longest rank by itself, or by the mean of all
         alone = _least(classes, once, price, len(ranks))
         best = max(best, _surely(alone + longest + cuts, price * free))
         dear = price * (1.0 + weight / len(ranks))
-        for shares in (even, _shares(classes, stages, weight, dear)):
-            total = _least(classes, 1.0 + weight * shares[stages.rank], dear, len(ranks))
-            best = max(best, _surely(total + cuts, dear * free))
+        total = _least(classes, 1.0 + weight * even[stages.rank], dear, len(ranks))
+        found.append(_surely(total + cuts, dear * free))
+    best = max(best, *found)
+    # what is least in a price has one peak: other shares are worth their time about there
+    peak = found.index(max(found))
+    for price in prices[max(0, peak - _AROUND) : peak + _AROUND + 1]:
+        dear = price * (1.0 + weight / len(ranks))
+        shares = _shares(classes, stages, weight, dear)
+        total = _least(classes, 1.0 + weight * shares[stages.rank], dear, len(ranks))
+        best = max(best, _surely(total + cuts, dear * free))
     return best
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.collective import CollectiveOp
 from autopar.search.floors import Floors
+from autopar.search.frontier import Frontiers
 from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pipelines import Shares, Weights, equal_step, has_closed_form, least_step
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.stages import chain_problem
-from autopar.search.state import least_state_bytes
+from autopar.search.state import expert_split, least_state_bytes
 from solvers.backends import get_backend
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.partition_pooled import pooled_bound
@@ -58,6 +59,7 @@ class Bounds:
 
     problems: ShardingProblems
     _floors: dict[Home, Floors] = field(default_factory=dict)
+    _frontiers: dict[Home, Frontiers] = field(default_factory=dict)
     _shares: dict[Grid, Shares] = field(default_factory=dict)
     _plain: dict[object, float] = field(default_factory=dict)
 
@@ -100,7 +102,9 @@ class Bounds:
         seconds = self.pricer.joined_s(grid, CollectiveOp.ALL_REDUCE, gradients, axes)
         shared = (whole.master + whole.optimizer) / grid.batch_ranks
         room = setting.memory_bytes(0) - reserve_bytes(setting.cluster.device(0))
-        if (whole.weights + whole.gradients + shared) / split > room:
+        experts, apart = setting.expert_state, expert_split(setting, grid)
+        alone = (experts.weights + experts.gradients) * (1 - 1 / apart)
+        if (whole.weights + whole.gradients + shared - alone) / split > room:
             weights = whole.weights / split
             once_s = self.pricer.joined_s(grid, CollectiveOp.ALL_GATHER, weights, axes)
             seconds += max(0.0, 2 * grid.micro_batches * once_s - step_s)
@@ -240,10 +244,34 @@ class Bounds:
             return sharded
         classes = self._floor_classes(grid, self._fastest)
         problem = chain_problem(self.pricer, grid, classes, weights, messages=False)
-        full = pooled_bound(problem)
+        full = max(sharded.step_s, pooled_bound(problem))
         if full < inf and grid.pipe.num_stages <= _STAGES:
             full = max(full, relaxed_bound(problem, get_backend(self.pricer.setting.backend)))
-        return sharded._replace(step_s=max(sharded.step_s, full))
+        priced = self._priced(grid, problem) if full < inf else None
+        return sharded._replace(step_s=full if priced is None else max(full, pooled_bound(priced)))
+
+    def _priced(self, grid: Grid, problem: PartitionProblem) -> PartitionProblem | None:
+        """The same with what classes take where bytes have a price; None where that is not known:
+        with several numbers in flight of which one is none."""
+        in_flight = problem.in_flight
+        if grid.pipe.runs_backwards_last and not grid.pipe.splits_backward:
+            if min(in_flight) < 1:
+                return None
+            in_flight = tuple(held - 1 for held in in_flight)
+        spots = self.pricer.places.spots(grid)
+        for home, _ in spots:
+            self._frontiers.setdefault(home, Frontiers(self.problems.at(home), self._floors[home]))
+        classes = tuple(
+            tuple(
+                option
+                for device, (home, own) in enumerate(spots)
+                for option in self._frontiers[home].options(own, c.index, device)
+            )
+            for c in self.pricer.setting.chain.classes
+        )
+        if not all(classes):
+            return None
+        return replace(problem, classes=classes, in_flight=in_flight)
 
     def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:
         spots = self.pricer.places.spots(grid)

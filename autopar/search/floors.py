@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.costs.calibration import curve_of
 from autopar.costs.compute import memory_s
 from autopar.ir.blocks import Block
@@ -37,6 +40,8 @@ from autopar.search.state import (
     zero_choices,
 )
 from solvers.partition import BlockOption
+
+Array = NDArray[np.float64]
 
 
 class Floor(NamedTuple):
@@ -69,7 +74,7 @@ class Floors:
     pricer: Pricer
     _found: dict[object, _Floors] = field(default_factory=dict)
     _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
-    _parameters: dict[object, Floor] = field(default_factory=dict)
+    _parameters: dict[object, Array] = field(default_factory=dict)
 
     def options(
         self, grid: Grid, class_index: int, least_s: float, device: int = 0
@@ -77,7 +82,7 @@ class Floors:
         """Options of which one is no worse in any respect than any real one, where no pass of both
         directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
         choices, saved, deferred = self._of(grid, class_index)
-        hidden = _hidden(self.pricer, grid)
+        hidden = hidden_share(self.pricer, grid.pipe.num_stages)
         if grid.pipe.splits_backward:
             saved = max(saved, deferred)
         options = []
@@ -95,6 +100,11 @@ class Floors:
                 )
             )
         return tuple(dict.fromkeys(options))
+
+    def kept_bytes(self, grid: Grid, class_index: int) -> tuple[int, int]:
+        """Bytes that are saved at the least, and those held for weight gradients computed later."""
+        _, saved, deferred = self._of(grid, class_index)
+        return saved, deferred
 
     def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
         """Seconds to add up gradients in a micro-batch."""
@@ -135,37 +145,50 @@ class Floors:
     ) -> Mapping[str, Floor]:
         """Of all parameters of a block; those of several blocks under any choice that they may
         have."""
+        least: dict[str, Floor] = {}
+        for ref, by_layout in self.of_layouts(grid, block, space, choice).items():
+            dtype = self.pricer.setting.sources[ref.name].spec.dtype
+            both = least.get(dtype, Floor()), Floor(*map(float, by_layout.min(axis=0)))
+            least[dtype] = Floor(*map(sum, zip(*both, strict=True)))
+        return least
+
+    def of_layouts(
+        self, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
+    ) -> dict[Ref, Array]:
+        """The same for each parameter of a block and each of its layouts: [layout, field of
+        `Floor`]."""
         pricer = self.pricer
         prices, several = pricer.prices(grid), pricer.setting.shared_positions[block.class_index]
         shared = shared_choices(zero_choices(prices, pricer.setting.pins.zero)) or (UNSPLIT,)
         layouts = {source.name: offered for source, offered in space.parameters}
         kept = pricer.kept_parameters(block)
         on = (grid.mesh, grid.pipeline, grid.micro_batches > 1)
-        least: dict[str, Floor] = {}
+        found = {}
         for position, ref in enumerate(block.parameters):
             source = pricer.setting.sources[ref.name]
             choices = shared if position in several else (choice,)
             offered, again = layouts[ref.name], ref in kept
             alike = (source.spec, source.trainable, source.kind, offered, choices, again, on)
             if alike not in self._parameters:
-                states = dict.fromkeys(
-                    parameter_state(source, layout, prices, each)
+                floors = [
+                    [
+                        _parameter_floor(
+                            pricer, grid, ref, parameter_state(source, layout, prices, each), again
+                        )
+                        for each in choices
+                    ]
                     for layout in offered
-                    for each in choices
-                )
-                floors = [_parameter_floor(pricer, grid, ref, state, again) for state in states]
-                self._parameters[alike] = Floor(*map(min, zip(*floors, strict=True)))
-            dtype = source.spec.dtype
-            both = least.get(dtype, Floor()), self._parameters[alike]
-            least[dtype] = Floor(*map(sum, zip(*both, strict=True)))
-        return least
+                ]
+                self._parameters[alike] = np.array(floors, dtype=float).min(axis=1)
+            found[ref] = self._parameters[alike]
+        return found
 
 
-def _hidden(pricer: Pricer, grid: Grid) -> float:
+def hidden_share(pricer: Pricer, stages: int) -> float:
     """The share of what goes beside compute that costs no time, see `ClassOption`."""
     if not OVERLAPS.get(pricer.device.kind, True):
         return 0.0
-    return curve_of(pricer.device).hidden * (1.0 - cold_share(pricer.setting, grid.pipe.num_stages))
+    return curve_of(pricer.device).hidden * (1.0 - cold_share(pricer.setting, stages))
 
 
 def _parameter_floor(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.costs.saved import SavedSet
 from autopar.costs.transient import BlockPeaks, RunBlock, block_peaks
@@ -21,6 +21,9 @@ from autopar.plan.plan import Recompute
 from autopar.search.copies import BlockStorages, Step, Storage
 from solvers.selection import SelectionProblem, solve_selection
 from solvers.tradeoff import between
+
+if TYPE_CHECKING:
+    from autopar.search.least_kept import PricedStorages
 
 _DEPTH = 2
 """Halvings between keeping everything and keeping the least: at most three ways between."""
@@ -74,7 +77,7 @@ class RecomputeProblem:
 
     def __init__(
         self,
-        storages: BlockStorages,
+        storages: BlockStorages | PricedStorages,
         saved: SavedSet,
         held: Collection[Ref],
         seconds: Mapping[str, StepSeconds],
@@ -92,7 +95,8 @@ class RecomputeProblem:
         self._extras = [0.0] * len(self._groups)
         of_step = {step.name: i for i, g in enumerate(self._groups) for step in g.steps}
         for extra in saved.extras:
-            self._extras[of_step[extra.node]] += storages.extra_bytes(extra)
+            if extra.node in of_step:
+                self._extras[of_step[extra.node]] += storages.extra_bytes(extra)
         self._all_bytes = self._kept_bytes(frozenset())
 
     def ways(self) -> tuple[Again, ...]:
@@ -105,6 +109,19 @@ class RecomputeProblem:
         found = between(self.solve, nothing, least, depth=_DEPTH, worth=_WORTH)
         ways = [nothing, *found, least, whole]
         return tuple(map(self._with_peaks, dict.fromkeys(ways)))
+
+    def lines(self) -> list[tuple[float, float]]:
+        """A few prices of a byte, and the least time plus so much for every byte kept."""
+        nothing, lines = self._way(frozenset()), [(0.0, 0.0)]
+
+        def solve(price: float) -> Again:
+            way = self.solve(price)
+            lines.append((price, way.time_s + price * way.kept_bytes))
+            return way
+
+        if nothing.kept_bytes:
+            between(solve, nothing, solve(self._dear()), depth=_DEPTH, worth=_WORTH)
+        return lines
 
     def _with_peaks(self, way: Again) -> Again:
         if self._running is None:

@@ -17,7 +17,7 @@ from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpNode, Ref, SourceKind
 from autopar.ir.mesh import MeshAxis
-from autopar.ir.placement import Layout
+from autopar.ir.placement import Layout, Shard
 from autopar.plan.flow import shared_layouts
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
@@ -73,6 +73,26 @@ class Setting(GraphFacts):
             for s in self.graph.sources
             if s.kind is SourceKind.PARAMETER
         )
+
+    @cached_property
+    def expert_state(self) -> StateBytes:
+        """The part of it that is experts', which axes that split samples may split."""
+        owned = {
+            ref.name
+            for name, found in self.experts.items()
+            for ref, placement in zip(self.nodes[name].inputs(), found.strategy.inputs, strict=True)
+            if isinstance(placement, Shard)
+        }
+        return total_bytes(
+            state_bytes(s.spec.numel(0), s.trainable, s.spec.dtype, self.training)
+            for s in self.graph.sources
+            if s.kind is SourceKind.PARAMETER and s.name in owned
+        )
+
+    @cached_property
+    def most_experts(self) -> int:
+        """The most ranks that experts can be split over; 1 where there are none."""
+        return max((found.experts for found in self.experts.values()), default=1)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -166,18 +166,45 @@ class ShardingProblem:
         """The share of a block's time that its weight gradients take at the most."""
         return 1.0 if self._shared is None else self._shared.most_weight(self._prices)
 
-    def fastest(self) -> Sharding | None:
-        """The fastest sharding with gradients summed for free."""
+    @cached_property
+    def _alone(self) -> tuple[float, float, tuple[int, ...]] | None:
+        """The fastest choice, with parameters for free."""
         if self._shared is None:
             return None
-        found = self._shared.solve(self._prices, self._backend, self._time_limit_s)
-        if found is None:
+        return self._shared.solve(self._prices, self._backend, self._time_limit_s)
+
+    def fastest(self) -> Sharding | None:
+        """The fastest sharding with gradients summed for free."""
+        if self._alone is None:
             return None
-        objective, bound, choices = found
+        objective, bound, choices = self._alone
         status = Status.OPTIMAL if bound >= objective else Status.FEASIBLE
         return self._decode(
             choices, objective=objective, bound=bound, kept_bytes=0.0, status=status
         )
+
+    def priced(
+        self, more: Mapping[Ref, NDArray[np.float64]]
+    ) -> tuple[float, dict[Ref, int]] | None:
+        """What no sharding takes less than with `more` seconds for every layout of its parameters,
+        and about the layouts that take so little: those of `open_parameters` chosen together with
+        how the block runs, others by themselves."""
+        if self._shared is None:
+            return None
+        together = {r: at for r, at in self._shared.open_parameters.items() if r in more}
+        costs = {at: more[ref] for ref, at in together.items()}
+        found = self._alone
+        if costs:
+            found = self._shared.solve(self._prices, self._backend, self._time_limit_s, costs)
+        if found is None:
+            return None
+        _, bound, choices = found
+        layouts = {
+            ref: choices[together[ref]] if ref in together else int(each.argmin())
+            for ref, each in more.items()
+        }
+        alone = sum(float(each.min()) for ref, each in more.items() if ref not in together)
+        return bound + alone, layouts
 
     def solve(self, upkeep: Upkeep = NO_UPKEEP, byte_price_s: float = 0.0) -> Sharding | None:
         """The sharding with the least time plus `byte_price_s` for every weighted byte it keeps.

@@ -6,12 +6,13 @@ it communicates over them. All the rest is the same for all such meshes, and min
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.graph import Ref
 from autopar.ir.mesh import batch_count
 from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
@@ -94,16 +95,33 @@ class SharedSharding:
         problem = ChoiceProblem(node_costs=tuple(costs), edges=tuple(edges))
         return OpenProblems(problem, open_nodes)
 
+    @property
+    def open_parameters(self) -> dict[Ref, int]:
+        """The parameters whose layouts may be given a price of their own, with their nodes."""
+        if not self.varies:
+            return {}
+        open_nodes = self._problems.open_nodes
+        refs = [Ref(source.name) for source, _ in self._wiring.space.parameters]
+        lies = self._wiring.lies
+        return {ref: lies[ref][0] for ref in refs if lies[ref][0] in open_nodes}
+
     def solve(
-        self, prices: Prices, backend: str, time_limit_s: float
+        self,
+        prices: Prices,
+        backend: str,
+        time_limit_s: float,
+        more: Mapping[int, Array] | None = None,
     ) -> tuple[float, float, tuple[int, ...]] | None:
-        """The fastest choice on a mesh: seconds, a bound, and the option of every node."""
+        """The fastest choice on a mesh: seconds, a bound, and the option of every node. There may
+        be `more` costs of nodes of `open_parameters`."""
         costs = {index: self._op_s(index, prices) for index in sorted(self._open_ops)}
         for link in self._open_links:
             for end in (link.source, link.target):
                 if end is not None and end not in costs:
                     costs[end] = np.zeros(self._wiring.sizes[end])
         edges = [link.take(prices, costs) for link in self._open_links]
+        for index, each in (more or {}).items():
+            costs[index] = costs[index] + each if index in costs else each
         return self._problems.solve(
             costs,
             [edge for edge in edges if edge],

@@ -377,14 +377,28 @@ def least_state_bytes(pricer: Pricer, grid: Grid) -> float:
     """Bytes that no way to lay the parameters' state over the mesh holds less of, on all stages
     together.
 
-    Every tensor rank and, as far as the ZeRO level goes, every batch rank has its even share.
+    Every tensor rank and, as far as the ZeRO level goes, every batch rank has its even share; what
+    is experts' is split over one of the batch axes before.
     """
     setting, prices = pricer.setting, pricer.prices(grid)
     most = max(zero_choices(prices, setting.pins.zero), key=lambda choice: choice.level)
     degree = prod(
         size for name, size in zip(prices.names, prices.sizes, strict=True) if name in most.over
     )
-    whole = setting.whole_state
-    shard = StateBytes(*(part // degree for part in whole))
-    least = zero_bytes(whole, shard, most.level, accumulates=accumulates(setting, grid, most.level))
-    return sum(least) / grid.tensor
+    experts = setting.expert_state
+    others = StateBytes(
+        *(all_ - own for all_, own in zip(setting.whole_state, experts, strict=True))
+    )
+    several = accumulates(setting, grid, most.level)
+    held = 0.0
+    for whole, split in ((others, 1), (experts, expert_split(setting, grid))):
+        shard = StateBytes(*(part // max(degree, split) for part in whole))
+        used = StateBytes(*(part // split for part in whole))
+        held += sum(zero_bytes(used, shard, most.level, accumulates=several))
+    return held / grid.tensor
+
+
+def expert_split(setting: Setting, grid: Grid) -> int:
+    """The most ranks that one of the axes that split samples can split experts over."""
+    sizes = [axis.size for axis in grid.mesh if axis.splits_samples]
+    return max([1, *(size for size in sizes if size <= setting.most_experts)])

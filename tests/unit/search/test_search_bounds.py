@@ -3,14 +3,16 @@
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.compiler import PlanOptions, planning_setting
+from autopar.compiler import PlanOptions, load_source, planning_setting, source_setting
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Sharpness
 from autopar.search.floors import Floors
+from autopar.search.frontier import Frontiers
 from autopar.search.grids import grids
 from autopar.search.pipelines import FREE, Pipeline, Shares, equal_step, least_step
 from autopar.search.planner import Planner
@@ -36,6 +38,11 @@ def gpt(cluster, tied=False, **options):
     return Planner(setting=planning_setting(captured, cluster, PlanOptions(**options)))
 
 
+def experts(cluster, **options):
+    source = load_source("mixtral_tiny", seq_len=16)
+    return Planner(setting=source_setting(source, cluster, PlanOptions(**options)))
+
+
 SETTINGS = {
     "mlp": lambda: mlp("2x2:h100-sxm", global_batch=16),
     "mlp that lacks room": lambda: mlp(
@@ -45,6 +52,9 @@ SETTINGS = {
     "tied gpt": lambda: gpt("2x2:h100-sxm", tied=True, global_batch=8, precision="bf16"),
     "gpt on devices of two kinds": lambda: gpt(
         "1x2:h100-sxm+1x2:a100-80gb", global_batch=4, precision="bf16"
+    ),
+    "experts": lambda: experts(
+        "1x4:h100-sxm", global_batch=8, precision="bf16", memory_limit_bytes=5_205_000_000
     ),
 }
 
@@ -91,6 +101,33 @@ def test_every_option_is_above_a_floor_in_every_respect(name):
                         for floor in offered
                     ), (grid, kind)
             assert problem.num_stages == grid.pipe.num_stages
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "experts"])
+def test_whatever_bytes_cost_no_option_is_below_its_frontier(name):
+    planner, random, priced = SETTINGS[name](), np.random.default_rng(0), 0
+    whole = planner.pricer.home
+    frontiers = Frontiers(planner.shardings, Floors(planner.pricer))
+    for grid in grids(planner.setting)[::5]:
+        if set(planner.pricer.places.homes(grid)) != {whole}:
+            continue
+        # then gradients take the place of what is saved
+        last = grid.pipe.runs_backwards_last and not grid.pipe.splits_backward
+        for options, _ in planner.problems(grid):
+            for kind, of_class in options.items():
+                corners = frontiers.options(grid, kind)
+                for option in (each.as_option(grid.pipe) for each in of_class):
+                    for held, saved in 10.0 ** random.uniform(-12, -6, (9, 2)):
+                        least = min(
+                            c.time_s + held * c.static_bytes + saved * c.saved_bytes
+                            for c in corners
+                        )
+                        static = option.static_bytes + last * option.saved_bytes
+                        real = option.time_s + held * static + saved * option.saved_bytes
+                        assert least <= real * (1 + 1e-9), (grid, kind)
+                    assert corners[0].sync_s <= option.sync_s * (1 + 1e-9) + 1e-15
+                priced += len({c.static_bytes for c in corners}) > 1
+    assert priced > 3 or name != "experts"
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [c for c in FREE if SCHEDULES[c[0]].flushes])

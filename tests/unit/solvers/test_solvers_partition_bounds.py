@@ -12,6 +12,7 @@ from solvers import partition
 from solvers.backends import get_backend
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, lower_bound, solve_partition
+from solvers.partition_fill import least_fill
 from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 from solvers.random_problems import (
@@ -114,6 +115,17 @@ def test_blocks_cannot_all_lie_where_they_are_held_least():
     best = best_partition(problem)
     assert lower_bound(problem) == pytest.approx(8 + 7 * 2)
     assert 25 < pooled_bound(problem) <= best
+
+
+def test_whole_blocks_fill_ranks_that_have_room_for_them():
+    """Of six blocks three ranks have two each, but the first has room for one at full speed."""
+    fast = BlockOption(time_s=1.0, static_bytes=6.0, saved_bytes=0.0)
+    lean = BlockOption(time_s=2.0, static_bytes=4.0, saved_bytes=0.0)
+    roomy = chain(6, 3, fast, lean, capacity=(12.0,) * 3)
+    assert least_fill(roomy) == pytest.approx(2.0)
+    tight = dataclasses.replace(roomy, stage_fixed_bytes=(3.0, 0.0, 0.0))
+    assert least_fill(tight) == pytest.approx(3.5)  # two on the first, of 4.5 bytes each
+    assert least_fill(chain(6, 3, fast, capacity=(12.0, 6.0, 6.0))) == math.inf
 
 
 def test_memory_that_does_not_suffice_anywhere_bounds_all():

@@ -1,0 +1,183 @@
+"""What a class takes where its bytes have a price: the least time for every size of what it holds.
+
+The fastest sharding of a block is not the one that holds least: experts that all ranks hold need no
+exchange. And what is not kept for the backward is run again. No option of a class is beyond the
+corners found here; whatever weighs time, bytes held and bytes kept is least at one of them. Two
+trades are found apart, and added: layouts against what they hold, by the exact least of both for
+some prices of a byte (`SharedSharding`), and steps run again against what they make, each at its
+least of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import Ref
+from autopar.search.floors import Floors, hidden_share
+from autopar.search.grid import Grid
+from autopar.search.least_kept import LeastStorages, least_again
+from autopar.search.problems import ShardingProblems
+from autopar.search.sharding import ShardingProblem
+from autopar.search.state import accumulation_width, zero_choices
+from solvers.hull import Line, corners
+from solvers.partition import BlockOption
+
+Array = NDArray[np.float64]
+
+_DEAR = 1e4
+_DEPTH = 2
+_WORTH = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Corners of the seconds of a micro-batch and the bytes held, and the seconds that a step takes
+    once at the least."""
+
+    once_s: float
+    corners: tuple[tuple[float, float], ...]
+
+
+@dataclass
+class Frontiers:
+    """The frontiers of the classes of one setting, each found once for all schedules of a grid."""
+
+    problems: ShardingProblems
+    floors: Floors
+    _states: dict[object, _State | None] = field(default_factory=dict)
+    _lines: dict[ShardingProblem, list[Line]] = field(default_factory=dict)
+    _storages: dict[object, LeastStorages] = field(default_factory=dict)
+
+    def options(self, grid: Grid, class_index: int, device: int = 0) -> tuple[BlockOption, ...]:
+        """Options of which some mix is no worse than any real one in any respect.
+
+        Where all backwards come last, gradients take the place of what one micro-batch saved, which
+        is left out: there is one less in flight.
+        """
+        key = (grid.base, class_index)
+        if key not in self._states:
+            self._states[key] = self._state(grid.base, class_index)
+        problem, state = self.problems.of(grid, class_index), self._states[key]
+        if problem not in self._lines:
+            self._lines[problem] = self._keeps(grid.base, class_index)
+        if state is None:
+            return ()
+        given, deferred = self.floors.kept_bytes(grid, class_index)
+        least = float(max(given, deferred) if grid.pipe.splits_backward else given)
+        return tuple(
+            BlockOption(
+                time_s=time_s + again_s,
+                static_bytes=held,
+                saved_bytes=kept,
+                sync_s=state.once_s,
+                device=device,
+            )
+            for time_s, held in state.corners
+            for again_s, kept in corners(self._lines[problem], least)
+        )
+
+    def _state(self, grid: Grid, class_index: int) -> _State | None:
+        """Layouts against bytes held. A line holds for any mix of ZeRO choices of parameters."""
+        trade = _Trade(self.problems, self.floors, grid, class_index)
+        fast = trade.solve(0.0)
+        if fast is None:
+            return None
+        lines = [fast.line]
+        if trade.least_held < (1 - _WORTH) * fast.held:
+            lean = trade.solve(_DEAR * max(fast.line[1], 1e-9) / fast.held)
+            if lean is not None:
+                lines += [lean.line, *_between(trade, fast, lean, _DEPTH)]
+        return _State(once_s=trade.least_once_s, corners=tuple(corners(lines, trade.least_held)))
+
+    def _keeps(self, grid: Grid, class_index: int) -> list[Line]:
+        """Steps run again against what is kept: prices of a byte, and the least of both."""
+        pricer = self.problems.pricer
+        block = pricer.setting.chain.representative(class_index)
+        space = pricer.space(block, pricer.block_mesh(grid, block))
+        if (class_index, id(space)) not in self._storages:
+            storages = LeastStorages(space, pricer.setting.storage)
+            self._storages[class_index, id(space)] = storages
+        problem = least_again(
+            space,
+            self._storages[class_index, id(space)],
+            pricer.saved(block),
+            [Ref(name) for name in pricer.setting.sources],
+            pricer.prices(grid),
+        )
+        return problem.lines()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Point:
+    line: Line
+    held: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds, without those for the bytes."""
+        return self.line[1] - self.line[0] * self.held
+
+
+class _Trade:
+    """The least time of a block plus so much for what its parameters hold."""
+
+    def __init__(
+        self, problems: ShardingProblems, floors: Floors, grid: Grid, class_index: int
+    ) -> None:
+        pricer = problems.pricer
+        block = pricer.setting.chain.representative(class_index)
+        space = pricer.space(block, pricer.block_mesh(grid, block))
+        self._problem = problems.of(grid, class_index)
+        hidden = hidden_share(pricer, grid.pipeline)
+        choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
+        tables = [floors.of_layouts(grid, block, space, choice) for choice in choices]
+        self._tables: dict[Ref, tuple[Array, Array]] = {}
+        self.least_held = self._least_more_s = self.least_once_s = 0.0
+        for ref in block.parameters:
+            floors_of = np.stack([table[ref] for table in tables])  # [choice, layout, field]
+            held, step_s, early_s, gather_s, summed = np.moveaxis(floors_of, -1, 0)
+            dtype = pricer.setting.sources[ref.name].spec.dtype
+            width = accumulation_width(pricer.setting, dtype, grid.micro_batches)
+            time_s = (1.0 - hidden) * gather_s + pricer.memory_s(width) * summed
+            self._tables[ref] = time_s, held
+            self.least_held += float(held.min())
+            self._least_more_s += float(time_s.min())
+            self.least_once_s += float((step_s + (1.0 - hidden) * early_s).min())
+        fastest = problems.fastest(grid, class_index)
+        self.least_s = inf if fastest is None else max(fastest.bound, 0.0) + self._least_more_s
+
+    def solve(self, price: float) -> _Point | None:
+        """For a price of a byte; None where nothing is possible."""
+        if self.least_s == inf:
+            return None
+        more: dict[Ref, Array] = {}
+        held: dict[Ref, Array] = {}
+        for ref, (time_s, held_bytes) in self._tables.items():
+            priced = time_s + price * held_bytes
+            at = priced.argmin(axis=0)[None]
+            more[ref] = np.take_along_axis(priced, at, axis=0)[0]
+            held[ref] = np.take_along_axis(held_bytes, at, axis=0)[0]
+        found = self._problem.priced(more)
+        if found is None:
+            return None
+        bound, layouts = found
+        return _Point(
+            line=(price, bound), held=sum(float(held[ref][at]) for ref, at in layouts.items())
+        )
+
+
+def _between(trade: _Trade, fast: _Point, lean: _Point, depth: int) -> Sequence[Line]:
+    """Lines at prices for which two neighbours are as good as each other, and so on."""
+    saved = fast.held - lean.held
+    if not depth or saved <= _WORTH * fast.held or lean.cost <= fast.cost:
+        return []
+    middle = trade.solve((lean.cost - fast.cost) / saved)
+    if middle is None:
+        return []
+    below = _between(trade, fast, middle, depth - 1)
+    return [*below, middle.line, *_between(trade, middle, lean, depth - 1)]

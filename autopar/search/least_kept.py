@@ -1,0 +1,119 @@
+"""What a block keeps for its backward at the least, however it is sharded: as `copies` has it for
+one sharding, but with every value in the layout of the fewest bytes, and moved for free.
+
+Any way to run parts of a sharded block again is one of this too, that takes and keeps no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from autopar.costs.saved import SavedExtra, SavedSet
+from autopar.costs.strides import StorageMap
+from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.ir.placement import Layout
+from autopar.search.block import BlockSpace
+from autopar.search.copies import Step, Storage
+from autopar.search.prices import Prices
+from autopar.search.recompute import RecomputeProblem, StepSeconds
+
+_Lying = dict[Ref, tuple[tuple[Ref, Layout], ...]]
+"""Every storage with all that it may hold a copy of: a view that moves is a copy by itself."""
+
+
+class LeastStorages:
+    """The storages of a block in any sharding. Steps that make none are left out: views."""
+
+    def __init__(self, space: BlockSpace, storage: StorageMap) -> None:
+        self._storage = storage
+        offered = _offered(space)
+        lying: dict[Ref, list[tuple[Ref, Layout]]] = {}
+        for ref, layouts in offered.items():
+            base = storage.base(ref)
+            lying.setdefault(base, []).extend((ref, layout) for layout in layouts)
+        self._lying: _Lying = {base: tuple(found) for base, found in lying.items()}
+        self._offered = {ref: tuple(layouts) for ref, layouts in offered.items()}
+        self.steps: list[Step] = []
+        for node in space.nodes:
+            outputs = [Ref(node.name, index) for index in range(len(node.outputs))]
+            fresh = tuple(self._at(ref) for ref in outputs if storage.base(ref) == ref)
+            if fresh:
+                reads = tuple(dict.fromkeys(self._at(ref) for ref in node.inputs()))
+                self.steps.append(Step(name=node.name, reads=reads, lies=fresh))
+
+    def at(self, prices: Prices) -> PricedStorages:
+        """The same with their least bytes on a mesh."""
+        return PricedStorages(
+            steps=self.steps,
+            sizes={
+                base: min(prices.local_bytes(ref, layout) for ref, layout in found)
+                for base, found in self._lying.items()
+            },
+            like={
+                ref: min(prices.local_bytes(ref, layout) for layout in layouts)
+                / DTYPE_BYTES[prices.specs[ref].dtype]
+                for ref, layouts in self._offered.items()
+            },
+            storage=self._storage,
+        )
+
+    def _at(self, ref: Ref) -> Storage:
+        return self._storage.base(ref), ()
+
+
+class PricedStorages:
+    """What `RecomputeProblem` asks of storages, each at its least."""
+
+    def __init__(
+        self,
+        steps: list[Step],
+        sizes: dict[Ref, int],
+        like: dict[Ref, float],
+        storage: StorageMap,
+    ) -> None:
+        self.steps = steps
+        self._sizes, self._like, self._storage = sizes, like, storage
+
+    def nbytes(self, storage: Storage) -> int:
+        """Local bytes of a storage."""
+        return self._sizes.get(storage[0], 0)
+
+    def extra_bytes(self, extra: SavedExtra) -> float:
+        """Local bytes of a tensor that is kept but is no value of the graph."""
+        return extra.bytes_per_element * self._like.get(extra.like, 0.0)
+
+    def kept(self, saved: SavedSet, held: Collection[Ref]) -> set[Storage]:
+        """Storages kept for backward, without those of the values in `held`."""
+        kept: set[Storage] = {(self._storage.base(ref), ()) for _, ref in saved.kept}
+        return kept - self.held(held)
+
+    def held(self, values: Collection[Ref]) -> set[Storage]:
+        """Storages of values that are held anyway."""
+        return {(ref, ()) for ref in values}
+
+
+def least_again(
+    space: BlockSpace,
+    storages: LeastStorages,
+    saved: SavedSet,
+    held: Collection[Ref],
+    prices: Prices,
+) -> RecomputeProblem:
+    """What it takes at the least to run parts of a block again on a mesh, and what that saves."""
+    seconds = {}
+    for node, options in zip(space.nodes, space.options, strict=True):
+        least = float(prices.option_s(node, options)[:, 0].min())
+        seconds[node.name] = StepSeconds(least, least)
+    return RecomputeProblem(storages.at(prices), saved, held, seconds)
+
+
+def _offered(space: BlockSpace) -> dict[Ref, set[Layout]]:
+    """The layouts in which the ops of a block make and read every value."""
+    found: dict[Ref, set[Layout]] = {ref: {layout} for ref, layout in space.given.items()}
+    for node, options in zip(space.nodes, space.options, strict=True):
+        for index in range(len(node.outputs)):
+            layouts = {option.outputs[index] for option in options}
+            found.setdefault(Ref(node.name, index), set()).update(layouts)
+        for index, ref in enumerate(node.inputs()):
+            found.setdefault(ref, set()).update(option.inputs[index] for option in options)
+    return found
