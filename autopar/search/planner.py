@@ -15,6 +15,7 @@ from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.ahead import Ahead, Answer, Question
 from autopar.search.bounds import Bound, Bounds, Sharpness
+from autopar.search.dive import Dive
 from autopar.search.found import Found
 from autopar.search.grid import Grid
 from autopar.search.grids import grids
@@ -136,13 +137,19 @@ class Planner:
     def _drain(self, queue: list[Entry], seen: Seen) -> None:
         """Look at grids, those first that promise most, until none left can be better.
 
-        Once the time is up the best plan will do; where there is none, the first that is found of
-        the grids that are quick to solve.
+        The few that look best are followed to the end first. Once the time is up the best plan will
+        do; where there is none, the first that is found of the grids that are quick to solve.
         """
+        dive = Dive(seen)
+        queue = dive.ordered(queue)
         while queue:
             late = self._late
+            if dive.ends():
+                queue = dive.ordered(queue)
             entry = pop_quick(queue) if late and not seen.compares else heapq.heappop(queue)
             bound, grid = entry.bound, entry.grid
+            if not late and dive.stands_back(queue, entry):
+                continue
             if seen.compares and bound >= seen.limit_s:
                 continue
             if bound == inf and (seen.compares or len(seen.unfit) >= _HOPELESS):
@@ -154,7 +161,7 @@ class Planner:
             self.progress("searching grids", seen.looked_at / seen.total)
             if entry.sharpness < Sharpness.SCHEDULED and bound < inf:
                 # With a sharper bound the grid may stand further back.
-                heapq.heappush(queue, self._sharper(entry))
+                heapq.heappush(queue, dive.guessed(self._sharper(entry)))
                 self._look_ahead(queue, seen)
                 continue
             seen.looked_at += 1
@@ -162,6 +169,7 @@ class Planner:
             self._look_ahead(queue, seen)
             for staged in self._solve(grid, seen):
                 seen.add(staged)
+                dive.learn(grid, staged)
                 solved = True
                 if late and seen.compares:
                     seen.left_s = min(seen.left_s, bound)
@@ -233,7 +241,7 @@ class Planner:
             raise InfeasiblePlan(message)
 
     def _heap(self, candidates: Sequence[Grid]) -> list[Entry]:
-        """A heap of grids by what they promise; of equals, simpler ones come first. Those that
+        """The grids with what they promise; of equals, simpler ones come first. Those that
         there is no time to bound promise nothing."""
         queue: list[Entry] = []
         self.ahead.expect(map(first_question, candidates))
@@ -244,15 +252,14 @@ class Planner:
             if not self._late:
                 bound, upkeep_s = cast(Computed, self.ahead.get(first_question(grid)))
             promise = (bound + upkeep_s) * self._unevenness(grid)
-            queue.append(Entry(promise, place, bound, Sharpness.COMPUTE, grid))
-        heapq.heapify(queue)
+            queue.append(Entry(promise, place, bound, Sharpness.COMPUTE, grid, promise))
         return queue
 
     def _sharper(self, entry: Entry) -> Entry:
         sharper, sharpness, upkeep_s = cast(Sharper, self.ahead.get(next_question(entry)))
         bound = max(sharper.step_s, entry.bound)
         promise = max(bound, sharper.plain_s + upkeep_s) * self._unevenness(entry.grid)
-        return entry._replace(promise=promise, bound=bound, sharpness=sharpness)
+        return entry._replace(promise=promise, bound=bound, sharpness=sharpness, plain=promise)
 
     def _unevenness(self, grid: Grid) -> float:
         """About what ranks of several stages may take more than what is known of them before their

@@ -26,14 +26,16 @@ _NEAR = 0.05
 
 
 class Entry(NamedTuple):
-    """A grid that waits for its turn. Entries compare by what the grid promises, and then by its
-    place among equals. It is bounded again, sharper, only when its turn comes."""
+    """A grid that waits for its turn. Entries compare by what the grid promises (`plain`, or what
+    is made of that), and then by its place among equals. It is bounded again, sharper, only when
+    its turn comes."""
 
     promise: float
     place: tuple[int, int, tuple[int, ...], int]
     bound: float
     sharpness: Sharpness
     grid: Grid
+    plain: float
 
 
 def pop_quick(queue: list[Entry]) -> Entry:
