@@ -95,8 +95,8 @@ def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> f
         return math.inf
     multipliers = {0.0}
     for time, use in zip(times, used, strict=True):
-        for i, j in np.argwhere((use[:, None] > use) & (time[:, None] < time)):
-            multipliers.add(float((time[j] - time[i]) / (use[i] - use[j])))
+        i, j = np.nonzero((use[:, None] > use) & (time[:, None] < time))
+        multipliers.update(((time[j] - time[i]) / (use[i] - use[j])).tolist())
     best = 0.0
     for multiplier in sorted(multipliers)[:256]:
         least = [float((t + multiplier * u).min()) for t, u in zip(times, used, strict=True)]

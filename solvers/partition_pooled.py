@@ -126,8 +126,8 @@ def _prices(problem: PartitionProblem) -> list[float]:
         device = np.array([o.device for o in options])
         used = np.array([o.static_bytes + in_flight * o.saved_bytes for o in options])
         alike = device[:, None] == device
-        for i, j in np.argwhere(alike & (used[:, None] > used) & (time[:, None] < time)):
-            rates.add(float((time[j] - time[i]) / (used[i] - used[j])))
+        i, j = np.nonzero(alike & (used[:, None] > used) & (time[:, None] < time))
+        rates.update(((time[j] - time[i]) / (used[i] - used[j])).tolist())
     ordered = sorted(rates)
     return ordered[:: -(-len(ordered) // _PRICES)]
 

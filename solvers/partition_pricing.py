@@ -203,8 +203,8 @@ class Pricer:
         for table in self.classes[stage.device]:
             used, own = table.used(stage.in_flight), table.device == stage.device
             trades = (used[:, None] > used) & (table.time[:, None] < table.time)
-            for i, j in np.argwhere(trades & own[:, None] & own):
-                values.add(float((table.time[j] - table.time[i]) / (used[i] - used[j])))
+            i, j = np.nonzero(trades & own[:, None] & own)
+            values.update(((table.time[j] - table.time[i]) / (used[i] - used[j])).tolist())
         ordered = sorted(values)
         step = -(-len(ordered) // _MAX_MULTIPLIERS)
         return ordered[::step]

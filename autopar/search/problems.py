@@ -13,8 +13,8 @@ from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pricer import Pricer
 from autopar.search.sharding import Sharding, ShardingProblem
-from autopar.search.shared_sharding import SharedSharding
-from autopar.search.wiring import Wiring, wired
+from autopar.search.shared_sharding import SharedSharding, varying_links
+from autopar.search.wiring import Link, Wiring, wired
 
 
 @dataclass
@@ -33,6 +33,7 @@ class ShardingProblems:
     _known: dict[object, ShardingProblem] = field(default_factory=dict)
     _made: dict[object, ShardingProblem] = field(default_factory=dict)
     _wirings: dict[int, Wiring | None] = field(default_factory=dict)
+    _open_links: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     _shared: dict[object, SharedSharding] = field(default_factory=dict)
     _costs: dict[object, BlockCost] = field(default_factory=dict)
     _fastest: dict[ShardingProblem, Sharding | None] = field(default_factory=dict)
@@ -108,8 +109,11 @@ class ShardingProblems:
         )
         wiring = self._wired(space)
         if wiring is not None and alike not in self._shared:
-            products = pricer.products(block)
-            self._shared[alike] = SharedSharding(wiring, pricer.prices(grid), products)
+            products, prices = pricer.products(block), pricer.prices(grid)
+            if id(space) not in self._open_links:
+                self._open_links[id(space)] = varying_links(wiring, prices)
+            links_open = self._open_links[id(space)]
+            self._shared[alike] = SharedSharding(wiring, prices, products, links_open)
         shared = self._shared.get(alike)
         own: tuple[object, ...] = ()
         if shared is not None and shared.varies:

@@ -6,7 +6,7 @@ it communicates over them. All the rest is the same for all such meshes, and min
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -25,9 +25,15 @@ Array = NDArray[np.float64]
 
 class SharedSharding:
     """The problems of one space, with gradients summed for free. `prices` are those of any of the
-    meshes; `products` as in `ShardingProblem`."""
+    meshes; `products` as in `ShardingProblem`, `open_links` are the `varying_links`."""
 
-    def __init__(self, wiring: Wiring, prices: Prices, products: Collection[str]) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        prices: Prices,
+        products: Collection[str],
+        open_links: Sequence[Link],
+    ) -> None:
         self._wiring, self._products = wiring, products
         self._prices = prices
         space = wiring.space
@@ -37,7 +43,7 @@ class SharedSharding:
             for index, (node, options) in self._ops
             if prices.costs.varies(node, options, prices)
         }
-        self._open_links = [link for link in wiring.links if _varies(link, prices)]
+        self._open_links = open_links
         self._least_s = sum(float(self._op_s(i, prices).min()) for i in self._closed_ops)
         self._weight = max((self._op_weight(i, prices) for i in self._closed_ops), default=0.0)
 
@@ -128,6 +134,12 @@ class SharedSharding:
             backend=backend,
             time_limit_s=time_limit_s,
         )
+
+
+def varying_links(wiring: Wiring, prices: Prices) -> tuple[Link, ...]:
+    """The moves whose seconds depend on the sizes of the axes that split samples, for which the
+    prices on any mesh with these axes do."""
+    return tuple(link for link in wiring.links if _varies(link, prices))
 
 
 def _varies(link: Link, prices: Prices) -> bool:

@@ -11,7 +11,7 @@ from autopar.ir.placement import R_STAR, R, Shard
 from autopar.ir.strategy import AxisStrategy
 from autopar.search.block import block_space
 from autopar.search.prices import Prices
-from autopar.search.shared_sharding import SharedSharding
+from autopar.search.shared_sharding import SharedSharding, varying_links
 from autopar.search.wiring import wired
 
 TABLE = TensorSpec(shape=(Size(8), Size(8)), dtype="float32")
@@ -50,7 +50,7 @@ def shared(given, asked, *, differentiable=(), data=4):
     )
     wiring = wired(space)
     assert wiring is not None
-    return SharedSharding(wiring, prices, ()), prices
+    return SharedSharding(wiring, prices, (), varying_links(wiring, prices)), prices
 
 
 @pytest.mark.parametrize(
