@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from solvers import partition_pricing, partition_trials
+from solvers import partition_pricing, partition_splits, partition_trials
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
 from solvers.partition_ranks import rank_graphs
@@ -189,6 +189,30 @@ def test_longest_stages_are_bounded_and_nearly_always_exact(make):
         excess.append(solution.objective / best - 1 if best else 0.0)
     assert proven > 0.7 * len(excess) and len(excess) > 20
     assert sum(more > 1e-9 for more in excess) < 0.1 * len(excess)
+
+
+@pytest.mark.parametrize("make", [random_shared_problem, random_mixed_shared_problem, two_runs])
+def test_longest_stages_of_many_blocks_are_bounded(monkeypatch, make):
+    """Few splits are gone through, and none is priced exactly, as where ranks have many blocks."""
+    monkeypatch.setattr(partition_splits, "_FEW_BLOCKS", 0)
+    monkeypatch.setattr(partition_splits, "_PRICED", 1)
+    monkeypatch.setattr(partition_splits, "_most", lambda blocks, stages: -(-blocks // max(1, stages)))
+    near, found = 0, 0
+    for seed in range(60):
+        problem = with_share(make(seed), seed)
+        if problem.min_blocks > 1 and not problem.fixed_cuts:
+            continue
+        solution, best = solve_partition(problem, method="dp"), best_partition(problem)
+        if math.isinf(best):
+            assert not solution.status.has_solution
+            continue
+        assert solution.bound <= best * (1 + 1e-9)
+        found += 1
+        if solution.status.has_solution:
+            use = problem.use(solution.cuts, solution.options)
+            assert problem.objective(use) == solution.objective >= best * (1 - 1e-9)
+            near += solution.objective <= best * 1.1
+    assert near > 0.6 * found and found > 20
 
 
 @pytest.mark.parametrize("make", [random_shared_problem, two_runs])
