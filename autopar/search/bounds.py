@@ -26,6 +26,9 @@ from solvers.partition import BlockOption, PartitionProblem, lower_bound
 from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 
+_BACKWARD = 2 / 3
+"""Share of a micro-batch's time in which its gradients are summed."""
+
 _STAGES = 128
 """Stages up to which a linear program bounds them."""
 
@@ -100,6 +103,8 @@ class Bounds:
         axes = tuple(axis.name for axis in grid.mesh if axis.splits_samples and axis.size > 1)
         gradients = whole.gradients / split
         seconds = self.pricer.joined_s(grid, CollectiveOp.ALL_REDUCE, gradients, axes)
+        last_s = step_s / (grid.micro_batches + grid.pipeline - 1)
+        seconds = max(0.0, seconds - _BACKWARD * last_s)
         shared = (whole.master + whole.optimizer) / grid.batch_ranks
         room = setting.memory_bytes(0) - reserve_bytes(setting.cluster.device(0))
         experts, apart = setting.expert_state, expert_split(setting, grid)

@@ -26,6 +26,7 @@ from autopar.search.infeasible import (
     explain_unsplittable,
 )
 from autopar.search.options import ClassOption, class_options
+from autopar.search.pipelines import stage_share
 from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.seen import (
@@ -262,11 +263,11 @@ class Planner:
         return entry._replace(promise=promise, bound=bound, sharpness=sharpness, plain=promise)
 
     def _unevenness(self, grid: Grid) -> float:
-        """About what ranks of several stages may take more than what is known of them before their
-        stages are solved: whole blocks leave some stage longer than others, and what is in flight
-        on every stage asks for more than on one. No bound: it tells which to look at first."""
+        """About what ranks that wait for their longest stages may take more than is known of them
+        before these are solved: whole blocks leave some stage longer than others, and what is in
+        flight on every stage asks for more than on one. No bound: it tells where to look first."""
         pipe, blocks = grid.pipe, len(self.setting.chain.blocks)
-        if pipe.chunks == 1:
+        if pipe.chunks == 1 or not stage_share(pipe.schedule, pipe.ranks):
             return 1.0
         return pipe.chunks * ceil(blocks / pipe.num_stages) * pipe.ranks / blocks
 

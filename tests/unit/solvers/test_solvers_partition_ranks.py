@@ -196,7 +196,9 @@ def test_longest_stages_of_many_blocks_are_bounded(monkeypatch, make):
     """Few splits are gone through, and none is priced exactly, as where ranks have many blocks."""
     monkeypatch.setattr(partition_splits, "_FEW_BLOCKS", 0)
     monkeypatch.setattr(partition_splits, "_PRICED", 1)
-    monkeypatch.setattr(partition_splits, "_most", lambda blocks, stages: -(-blocks // max(1, stages)))
+    monkeypatch.setattr(
+        partition_splits, "_most", lambda blocks, stages: -(-blocks // max(1, stages))
+    )
     near, found = 0, 0
     for seed in range(60):
         problem = with_share(make(seed), seed)
