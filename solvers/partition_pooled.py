@@ -73,7 +73,7 @@ def pooled_bound(problem: PartitionProblem) -> float:
     classes = [_Class(problem, stages, *item) for item in sorted(Counter(problem.blocks).items())]
     ranks = problem.rank_stages()
     free = sum(problem.capacity_bytes[held[0]] for held in ranks) * (1 + CAPACITY_TOLERANCE)
-    free -= sum(problem.stage_fixed_bytes) + len(ranks) * min(c.transient for c in classes)
+    free -= sum(problem.stage_fixed_bytes) + _least_transients(classes, len(ranks))
     if sum(c.count * _least_bytes(c) for c in classes) > free * (1 + _ROUNDING):
         return math.inf
     weight, cuts = problem.bottleneck_weight, least_cuts(problem)
@@ -100,6 +100,13 @@ def pooled_bound(problem: PartitionProblem) -> float:
         total = _least(classes, 1.0 + weight * shares[stages.rank], dear, len(ranks))
         best = max(best, _surely(total + cuts, dear * free))
     return best
+
+
+def _least_transients(classes: list[_Class], ranks: int) -> float:
+    """The largest transients of all ranks together at the least: one of them has the largest of
+    all, and each of the others some other block."""
+    ordered = sorted((c.transient for c in classes for _ in range(c.count)), reverse=True)
+    return ordered[0] + sum(ordered[len(ordered) - ranks + 1 :])
 
 
 def _least_bytes(c: _Class) -> float:

@@ -21,6 +21,7 @@ from autopar.ir.placement import Layout
 from autopar.rules.index_expr import LOCAL
 from autopar.search.block import BlockSpace
 from autopar.search.grid import Grid
+from autopar.search.least_kept import LeastStorages
 from autopar.search.options import OVERLAPS, cold_share
 from autopar.search.pricer import Pricer
 from autopar.search.state import (
@@ -60,11 +61,13 @@ class Floor(NamedTuple):
 
 class _Floors(NamedTuple):
     """The floors of a class on a grid: for every ZeRO choice those of its parameters, by dtype;
-    bytes saved, and held for weight gradients that are computed later."""
+    bytes saved, held for weight gradients that are computed later, and there when its backward
+    begins."""
 
     choices: tuple[Mapping[str, Floor], ...]
     saved_bytes: int
     deferred_bytes: int
+    made_bytes: int
 
 
 @dataclass
@@ -75,13 +78,14 @@ class Floors:
     _found: dict[object, _Floors] = field(default_factory=dict)
     _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
     _parameters: dict[object, Array] = field(default_factory=dict)
+    _storages: dict[int, LeastStorages] = field(default_factory=dict)
 
     def options(
         self, grid: Grid, class_index: int, least_s: float, device: int = 0
     ) -> tuple[BlockOption, ...]:
         """Options of which one is no worse in any respect than any real one, where no pass of both
         directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
-        choices, saved, deferred = self._of(grid, class_index)
+        choices, saved, deferred, made = self._of(grid, class_index)
         hidden = hidden_share(self.pricer, grid.pipe.num_stages)
         if grid.pipe.splits_backward:
             saved = max(saved, deferred)
@@ -95,6 +99,8 @@ class Floors:
                     # gradients may come as what is saved goes, once
                     static_bytes=max(0.0, each.held_bytes - saved),
                     saved_bytes=float(saved),
+                    # what is not kept is made again, where gradients may come later
+                    transient_bytes=max(0.0, made - max(saved, each.held_bytes)),
                     sync_s=each.once_s + (1.0 - hidden) * each.early_s,
                     device=device,
                 )
@@ -103,7 +109,7 @@ class Floors:
 
     def kept_bytes(self, grid: Grid, class_index: int) -> tuple[int, int]:
         """Bytes that are saved at the least, and those held for weight gradients computed later."""
-        _, saved, deferred = self._of(grid, class_index)
+        _, saved, deferred, _ = self._of(grid, class_index)
         return saved, deferred
 
     def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
@@ -125,8 +131,22 @@ class Floors:
                 self._of_parameters(grid, block, space),
                 _saved_bytes(pricer, grid, block, space),
                 _deferred_bytes(pricer, grid, block, space),
+                self._made_bytes(grid, block, space),
             )
         return self._found[key]
+
+    def storages(self, space: BlockSpace) -> LeastStorages:
+        """The storages of a block in any sharding."""
+        if id(space) not in self._storages:
+            self._storages[id(space)] = LeastStorages(space, self.pricer.setting.storage)
+        return self._storages[id(space)]
+
+    def _made_bytes(self, grid: Grid, block: Block, space: BlockSpace) -> int:
+        """All that the backward of a block reads, beside parameters: when it begins it is there,
+        kept or made again."""
+        least = self.storages(space).at(self.pricer.prices(grid))
+        held = [Ref(name) for name in self.pricer.setting.sources]
+        return least.made_bytes(self.pricer.saved(block), held)
 
     def _of_parameters(
         self, grid: Grid, block: Block, space: BlockSpace

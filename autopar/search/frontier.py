@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopar.ir.graph import Ref
 from autopar.search.floors import Floors, hidden_share
 from autopar.search.grid import Grid
-from autopar.search.least_kept import LeastStorages, least_again
+from autopar.search.least_kept import least_again
 from autopar.search.problems import ShardingProblems
 from autopar.search.sharding import ShardingProblem
 from autopar.search.state import accumulation_width, zero_choices
@@ -51,7 +51,6 @@ class Frontiers:
     floors: Floors
     _states: dict[object, _State | None] = field(default_factory=dict)
     _lines: dict[ShardingProblem, list[Line]] = field(default_factory=dict)
-    _storages: dict[object, LeastStorages] = field(default_factory=dict)
 
     def options(self, grid: Grid, class_index: int, device: int = 0) -> tuple[BlockOption, ...]:
         """Options of which some mix is no worse than any real one in any respect.
@@ -99,12 +98,9 @@ class Frontiers:
         pricer = self.problems.pricer
         block = pricer.setting.chain.representative(class_index)
         space = pricer.space(block, pricer.block_mesh(grid, block))
-        if (class_index, id(space)) not in self._storages:
-            storages = LeastStorages(space, pricer.setting.storage)
-            self._storages[class_index, id(space)] = storages
         problem = least_again(
             space,
-            self._storages[class_index, id(space)],
+            self.floors.storages(space),
             pricer.saved(block),
             [Ref(name) for name in pricer.setting.sources],
             pricer.prices(grid),

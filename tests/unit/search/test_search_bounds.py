@@ -98,6 +98,8 @@ def test_every_option_is_above_a_floor_in_every_respect(name):
                         and floor.saved_bytes <= real.saved_bytes
                         and floor.static_bytes + floor.saved_bytes
                         <= real.static_bytes + real.saved_bytes
+                        and floor.static_bytes + floor.saved_bytes + floor.transient_bytes
+                        <= real.static_bytes + real.saved_bytes + real.transient_bytes
                         for floor in offered
                     ), (grid, kind)
             assert problem.num_stages == grid.pipe.num_stages

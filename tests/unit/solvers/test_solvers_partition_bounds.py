@@ -166,3 +166,14 @@ def test_long_chains_are_cut_close_to_the_best_within_a_bound_that_holds(monkeyp
     assert beaten.bound >= 0.99 * exact.bound * (1 - 1e-12)
     better = solve_partition(problem, method="dp", cutoff=1.01 * exact.objective)
     assert better.objective <= exact.objective * (1 + 1e-3)
+
+
+def test_ranks_have_room_for_the_block_that_needs_the_most_to_run():
+    """Some rank runs the wide block, and the other one some narrow block."""
+    wide = BlockOption(time_s=1.0, static_bytes=1.0, saved_bytes=0.0, transient_bytes=10.0)
+    narrow = dataclasses.replace(wide, transient_bytes=2.0)
+    both = dataclasses.replace(chain(3, 2, wide), blocks=(1, 0, 1), classes=((wide,), (narrow,)))
+    roomy = dataclasses.replace(both, capacity_bytes=(12.0,) * 2)
+    assert pooled_bound(dataclasses.replace(both, capacity_bytes=(7.4,) * 2)) == math.inf
+    assert pooled_bound(dataclasses.replace(both, capacity_bytes=(7.5,) * 2)) < math.inf
+    assert pooled_bound(roomy) <= best_partition(roomy) < math.inf
