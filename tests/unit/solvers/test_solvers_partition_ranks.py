@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from solvers import partition_pricing, partition_splits, partition_trials
+from solvers import partition_dealing, partition_pricing, partition_splits, partition_trials
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
 from solvers.partition_ranks import rank_graphs
@@ -196,9 +196,10 @@ def test_longest_stages_of_many_blocks_are_bounded(monkeypatch, make):
     """Few splits are gone through, and none is priced exactly, as where ranks have many blocks."""
     monkeypatch.setattr(partition_splits, "_FEW_BLOCKS", 0)
     monkeypatch.setattr(partition_splits, "_PRICED", 1)
-    monkeypatch.setattr(
-        partition_splits, "_most", lambda blocks, stages: -(-blocks // max(1, stages))
-    )
+    for reader in (partition_dealing, partition_splits):
+        monkeypatch.setattr(
+            reader, "most_of_one", lambda blocks, stages: -(-blocks // max(1, stages))
+        )
     near, found = 0, 0
     for seed in range(60):
         problem = with_share(make(seed), seed)
