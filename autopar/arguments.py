@@ -91,6 +91,10 @@ def two_plans(parser: argparse.ArgumentParser) -> None:
 def cluster(parser: argparse.ArgumentParser) -> None:
     """A cluster."""
     parser.add_argument("--cluster", metavar="SPEC", required=True, help=_CLUSTER_HELP)
+    _no_measure(parser)
+
+
+def _no_measure(parser: argparse.ArgumentParser) -> None:
     text = "price local processes with the table of devices, not as measured on this machine"
     parser.add_argument("--no-measure", action="store_true", help=text)
 
@@ -108,8 +112,7 @@ def clusters(parser: argparse.ArgumentParser) -> None:
     )
     text = "let the global batch grow with the devices from the first size on"
     add("--weak", action="store_true", help=text)
-    text = "price local processes with the table of devices, not as measured on this machine"
-    add("--no-measure", action="store_true", help=text)
+    _no_measure(parser)
 
 
 def size(parser: argparse.ArgumentParser) -> None:

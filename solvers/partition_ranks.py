@@ -25,13 +25,14 @@ from functools import partial
 
 import numpy as np
 
+from solvers.partition_counting import Counting
 from solvers.partition_dp import ChainSearch
 from solvers.partition_even import LONG, longest_stage
 from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
-from solvers.partition_splits import Counting, Place, SplitPricer
+from solvers.partition_splits import Place, SplitPricer
 from solvers.partition_table import PriceTable
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -220,7 +221,7 @@ class _Ranks:
         alone = len(ranks) == 1 and not self.counts_stages
         make: Callable[..., Pricer] = Pricer
         if self.counts_stages:
-            counting = Counting(share=problem.stage_share, cuts_in_max=problem.boundary_in_max)
+            counting = Counting.of(problem)
             places = {kind: _places_of(rank, kind) for rank, kind in kinds.items()}
             sync_share = 1.0 / (1.0 + problem.bottleneck_weight)
             make = partial(SplitPricer, places=places, counting=counting, sync_share=sync_share)

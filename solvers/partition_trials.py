@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.partition_counting import Counting
 from solvers.partition_frontier import pareto
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
@@ -152,17 +153,7 @@ def _ways(
         used += problem.stage_fixed_bytes[k] + value["static_bytes"][own].sum(axis=0) + saved
     capacity = problem.capacity_bytes[stages[0]]
     fitting = np.flatnonzero(used <= capacity + CAPACITY_TOLERANCE * abs(capacity))
-    work_s, edges = np.array(works), np.array(cuts_s)[:, None]
-    if problem.boundary_in_max:
-        top = _counted(problem, work_s + edges)
-    else:
-        top = np.maximum(_counted(problem, work_s), _counted(problem, edges))
-    time = (work_s + edges).sum(axis=0)
+    work_s, edges = np.stack(works, axis=-1), np.array(cuts_s)
+    top, time = Counting.of(problem)(work_s, edges), (work_s + edges).sum(axis=-1)
     ways = _Ways(time=time, top=top, sync=value["sync_s"].sum(axis=0), options=options)
     return ways.kept(fitting).unbeaten(), used, options
-
-
-def _counted(problem: PartitionProblem, stages: Array) -> Array:
-    """`PartitionProblem.counted` of times [stage, way]."""
-    share, total = problem.stage_share, stages.sum(axis=0)
-    return np.asarray((1 - share) * total + share * len(stages) * stages.max(axis=0))

@@ -145,8 +145,7 @@ class Floors:
         """All that the backward of a block reads, beside parameters: when it begins it is there,
         kept or made again."""
         least = self.storages(space).at(self.pricer.prices(grid))
-        held = [Ref(name) for name in self.pricer.setting.sources]
-        return least.made_bytes(self.pricer.saved(block), held)
+        return least.made_bytes(self.pricer.saved(block))
 
     def _of_parameters(
         self, grid: Grid, block: Block, space: BlockSpace

@@ -102,7 +102,7 @@ class Frontiers:
             space,
             self.floors.storages(space),
             pricer.saved(block),
-            [Ref(name) for name in pricer.setting.sources],
+            pricer.setting.source_refs,
             pricer.prices(grid),
         )
         return problem.lines()

@@ -82,11 +82,11 @@ class PricedStorages:
         """Local bytes of a tensor that is kept but is no value of the graph."""
         return extra.bytes_per_element * self._like.get(extra.like, 0.0)
 
-    def made_bytes(self, saved: SavedSet, held: Collection[Ref]) -> int:
-        """Bytes of all that the backward reads, without those of the values in `held`: they are
-        there when it begins, kept or made again."""
+    def made_bytes(self, saved: SavedSet) -> int:
+        """Bytes of all that the backward reads: they are there when it begins, kept or made
+        again."""
         extras = sum(map(self.extra_bytes, saved.extras))
-        return sum(map(self.nbytes, self.kept(saved, held))) + round(extras)
+        return sum(self._sizes.get(value.ref, 0) for value in saved.values) + round(extras)
 
     def kept(self, saved: SavedSet, held: Collection[Ref]) -> set[Storage]:
         """Storages kept for backward, without those of the values in `held`."""

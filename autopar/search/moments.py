@@ -57,10 +57,6 @@ class _Run:
     gathered: tuple[int, int]
     joined: int
 
-    @property
-    def whole_gradients(self) -> int:
-        return sum(w.entry.nbytes for w in self.weights)
-
 
 def stage_memory(
     pricer: Pricer,

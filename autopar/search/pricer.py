@@ -266,13 +266,12 @@ class Pricer:
     def saved(self, block: Block) -> SavedSet:
         """Storages that a block keeps for its backward pass; parameters are not counted."""
         if block.index not in self._saved:
-            held = {Ref(s.name) for s in self.setting.graph.sources}
             self._saved[block.index] = saved_refs(
                 self.setting.block_nodes(block),
                 self.setting.specs,
                 self.setting.differentiable,
                 storage=self.setting.storage,
-                exclude=held,
+                exclude=self.setting.source_refs,
                 device_kind=self.device.kind,
                 fuses_loss=self.setting.execution.fuses_loss,
             )
@@ -310,7 +309,7 @@ class Pricer:
     ) -> BlockCost:
         """The cost of running a block as decided. `layouts` are those of its parameters."""
         passes, flow, again = self._passes(block, choices, layouts, grid)
-        held = frozenset(Ref(name) for name in self.setting.sources)
+        held = self.setting.source_refs
         storages, running = self._activations(block, choices, flow, self.prices(grid), held)
         recompute = RecomputeProblem(storages, self.saved(block), held, again, running)
         return replace(passes, ways=recompute.ways())

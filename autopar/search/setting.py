@@ -95,6 +95,11 @@ class Setting(GraphFacts):
         return max((found.experts for found in self.experts.values()), default=1)
 
     @cached_property
+    def source_refs(self) -> frozenset[Ref]:
+        """What the model is given: parameters, buffers and inputs, which are held anyway."""
+        return frozenset(Ref(source.name) for source in self.graph.sources)
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(
