@@ -44,6 +44,7 @@ from autopar.arguments import (
 )
 from autopar.collecting import seldom_collecting
 from autopar.errors import AutoparError, InputError
+from autopar.threads import ONE_THREAD
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """128 + the signal, as shells report it."""
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments
     try:
         options = build_parser().parse_args(arguments)
+        os.environ.setdefault(*ONE_THREAD)
         # a handler is named, not imported, until it is needed
         module = HANDLERS.get(options.command, "autopar.commands")
         handler = getattr(import_module(module), options.command.replace("-", "_"))

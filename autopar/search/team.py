@@ -23,9 +23,11 @@ from typing import IO
 from autopar.rules import is_extended
 from autopar.search.ahead import Answer, Question, Unanswered
 from autopar.search.setting import Setting
+from autopar.threads import ONE_THREAD
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"os.environ.setdefault(*{ONE_THREAD}); "
     "from autopar.search.worker import main; main()"
 )
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "ir": set(),
     "errors": set(),
     "collecting": set(),
+    "threads": set(),
     "progress": set(),
     "arguments": set(),
     "outputs": NOUNS | {"plan"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "schedules": NOUNS,
     "plan": NOUNS | {"schedules"},
     "report": NOUNS | {"plan", "schedules"},
-    "search": NOUNS | {"collecting", "costs", "plan", "rules", "schedules"},
+    "search": NOUNS | {"collecting", "costs", "plan", "rules", "schedules", "threads"},
     # the kernel of a strategy is found again in the rules; the list of collectives has the weights
     # that a backward reads, which the saved activations are priced from
     "codegen": NOUNS | {"costs", "plan", "rules"},

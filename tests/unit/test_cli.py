@@ -51,6 +51,18 @@ def test_help_imports_nothing_heavy():
     assert result.stdout.startswith("usage: autopar")
 
 
+def test_a_command_multiplies_by_one_thread():
+    code = (
+        "import os, sys\nfrom autopar.cli import main\nmain(['hardware'])\n"
+        "import numpy\na = numpy.ones((2000, 2000))\na @ a\n"
+        "print(len(os.listdir('/proc/self/task')), file=sys.stderr)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, check=True, env=environment, **PIPES)
+    assert result.stderr.split()[-1] == "1"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
