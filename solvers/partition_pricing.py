@@ -156,7 +156,12 @@ class Pricer:
         return self._total(syncs, device, np.inf)[:, 0]
 
     def lower_time(self, kind: int) -> Array:
-        """A lower bound on the time of each composition; inf where, exactly, none fits.
+        """A lower bound on the time of each composition; inf where, exactly, none fits."""
+        fits = self.least_bytes(kind) <= self.kinds[kind].free_bytes
+        return np.where(fits, self.relaxed_time(kind), np.inf)
+
+    def relaxed_time(self, kind: int) -> Array:
+        """The same of any way to fit, whether there is one or not.
 
         The transient peak is relaxed to a few steps: options up to a step's end, at its start.
         """
@@ -173,8 +178,7 @@ class Pricer:
             magnitude = np.where(np.isinf(total), 0.0, total) + np.abs(priced)
             bound = (total - priced - _ROUNDING * magnitude).max(axis=1)
             best = np.minimum(best, np.maximum(bound, 0.0))
-        fits = self.least_bytes(kind) <= stage.free_bytes
-        return np.where(fits, best * stage.scale, np.inf)
+        return np.asarray(best * stage.scale)
 
     def bounds(self, kind: int) -> tuple[Array, Array | None]:
         """Bounds on the ways [way, composition] to run on a kind of stage: of their times, and of

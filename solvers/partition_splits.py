@@ -157,6 +157,7 @@ class SplitPricer(Pricer):
                 times[: len(rows), composition] = time_s[rows]
                 counts[: len(rows), composition] = counts_s[rows]
             times[-1], counts[-1] = self._left_out(kind)
+            counts = np.maximum(counts, self._tilted_counts(kind))
             counts[np.isinf(times)] = np.inf
             self._bounds[kind] = times, counts
         return self._bounds[kind]
@@ -211,7 +212,6 @@ class SplitPricer(Pricer):
         if len(rows):
             weighed = self._weighed_counts(kind, rows)
             counts[: len(rows)] = np.maximum(counts[: len(rows)], weighed)
-        counts[-1] = max(counts[-1], self._tilted_count(kind, composition))
         least_sync = float(self.least_sync(kind)[composition])
         ways: list[Price] = []
         bounds: list[Price] = []
@@ -258,12 +258,12 @@ class SplitPricer(Pricer):
                     deadline=self.deadline,
                 )
                 own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
-                least = np.maximum(least, weighed.lower_time(kind) + own_s)
+                least = np.maximum(least, weighed.relaxed_time(kind) + own_s)
         return least
 
-    def _tilted_count(self, kind: int, composition: int) -> float:
-        """What any split counts for at the least, by weighing stages more that hold less: or else
-        all blocks would go there."""
+    def _tilted_counts(self, kind: int) -> Array:
+        """What any split of every composition counts for at the least, by weighing stages more that
+        hold less: or else all blocks would go there."""
         stage = self.kinds[kind]
         device, counting = stage.device, self.counting
         places = self.places[device]
@@ -272,7 +272,7 @@ class SplitPricer(Pricer):
         )
         lighter = 1 - held / held.mean() if held.all() else np.zeros(len(places))
         cuts_s = np.array([place.cuts_s for place in places])
-        least = 0.0
+        least = np.zeros(len(self.compositions))
         for tilt in _TILTS:
             shares = np.maximum(0.0, 1 + tilt * lighter)
             weights = 1 - counting.share + counting.share * len(places) * shares / shares.sum()
@@ -281,12 +281,12 @@ class SplitPricer(Pricer):
                 kind_of_stage=self.kind_of_stage,
                 classes={device: self._anywhere(device, tuple(weights))},
                 run=self.run,
-                compositions=self.compositions[composition : composition + 1],
+                compositions=self.compositions,
                 weight=self.weight,
                 deadline=self.deadline,
             )
             own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
-            least = max(least, float(anywhere.lower_time(kind)[0]) + own_s)
+            least = np.maximum(least, anywhere.relaxed_time(kind) + own_s)
         return least
 
     def _on_place(self, device: int) -> Iterator[list[ClassTable]]:

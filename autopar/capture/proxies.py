@@ -88,7 +88,8 @@ def depends_on_data(value: object) -> bool:
 def lean_nodes() -> Iterator[None]:
     """Within, traced nodes come without what capture does not read and what takes the longest to
     find out where parameters are many: memory formats (`tensor_meta`, which torch itself calls a
-    best effort) of values, and stack traces of placeholders, which torch drops again."""
+    best effort) of values, and stack traces of placeholders, which torch drops again. Nor is a
+    graph written as Python after every pass over it, but once it is run, if it ever is."""
     original = fx.proxy.TracerBase.create_node
 
     def create_node(tracer: Any, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
@@ -98,8 +99,21 @@ def lean_nodes() -> Iterator[None]:
     with (
         mock.patch.object(fx.proxy.TracerBase, "create_node", create_node),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_, **__: None),
+        mock.patch.object(fx.GraphModule, "recompile", _recompiled_when_run),
     ):
         yield
+
+
+_recompile = fx.GraphModule.recompile
+
+
+def _recompiled_when_run(module: fx.GraphModule) -> None:
+    def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        _recompile(self)
+        return self.forward(*args, **kwargs)
+
+    # every graph module has a class of its own
+    type(module).forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
