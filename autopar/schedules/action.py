@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from autopar.errors import InputError
 
@@ -31,6 +32,8 @@ class ActionKind(StrEnum):
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
 
+    __hash__ = str.__hash__  # an Enum's own runs in Python, and actions are looked up by kind
+
     @property
     def is_send(self) -> bool:
         """Whether the action hands a value to another rank."""
@@ -44,16 +47,16 @@ class ActionKind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether the action runs ops of the stage."""
-        return not (self.is_send or self.is_recv)
+        return self not in _MESSAGES
 
 
 _SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 _RECVS = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
+_MESSAGES = _SENDS | _RECVS
 _TEXT = re.compile(rf"^(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d+)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One step of one rank. The text form is stage, kind, micro-batch: `2F0`."""
 
     kind: ActionKind
@@ -118,7 +121,7 @@ class Schedule:
     @property
     def has_communication(self) -> bool:
         """Whether sends and receives are spelled out (see `lower.insert_communication`)."""
-        return any(not action.kind.is_compute for row in self.ranks for action in row)
+        return any(not _MESSAGES.isdisjoint({a.kind for a in row}) for row in self.ranks)
 
     @property
     def stage_rank(self) -> tuple[int, ...]:

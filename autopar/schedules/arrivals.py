@@ -7,7 +7,7 @@ tells when that is. The peer tells by what it sends next: an action list has its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.schedules.action import Action, ActionKind, Schedule, matching_recv
 from autopar.schedules.lower import insert_communication
@@ -46,17 +46,15 @@ def arrivals(schedule: Schedule) -> tuple[Arrivals, ...]:
     return tuple(found)
 
 
-def most_under_way(schedule: Schedule) -> tuple[int, ...]:
+def most_under_way(lowered: Schedule, known: Sequence[Arrivals]) -> tuple[int, ...]:
     """By rank, the most messages that it has buffers for at once: one that it takes, and those that
     it sent and does not know to have arrived."""
-    lowered, found = insert_communication(schedule), []
-    for row, known in zip(lowered.ranks, arrivals(lowered), strict=True):
-        sent: set[Action] = set()
-        most = 0
+    found = []
+    for row, arrived in zip(lowered.ranks, known, strict=True):
+        under_way = most = 0
         for action in row:
-            if action.kind.is_send:
-                sent.add(action)
-            sent -= set(known.get(action, ()))
-            most = max(most, len(sent))
+            under_way += action.kind.is_send
+            under_way -= len(arrived.get(action, ()))
+            most = max(most, under_way)
         found.append(most + any(not action.kind.is_compute for action in row))
     return tuple(found)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.schedules.action import SENT_AS, Action, ActionKind, matching_recv
+from autopar.schedules.action import MATCHING_RECV, SENT_AS, Action, ActionKind
 from autopar.schedules.arrivals import Arrivals
 
 _K = ActionKind
@@ -96,58 +96,57 @@ def memory_over(
     until the action that needs it, that of a send until it is known to have `arrived`. What a stage
     leaves to a neighbour on the same rank is held like a receive.
     """
-    actions, buffers = tuple(actions), dict[Action, float]()
+    actions, arrived = tuple(actions), arrived or {}
+    buffers, waiting = dict[Action, float](), 0.0
     last = {a.stage: a for a in actions if a.kind is _K.BACKWARD}
-    fixed, saved = static_bytes(stages.values()), saved_bytes
     made = {k: stage.gradient_bytes if gradients else 0.0 for k, stage in stages.items()}
+    held = static_bytes(stages.values()) + sum(made.values()) + saved_bytes
     for action in actions:
-        stage = stages[action.stage]
-        if not action.kind.is_compute:
-            buffers[action] = stage.message_bytes(action)
-            for send in (arrived or {}).get(action, ()):
-                buffers.pop(send, None)
+        kind, at, micro_batch = action
+        stage = stages[at]
+        if not kind.is_compute:
+            buffers[action] = nbytes = stage.message_bytes(action)
+            waiting += nbytes - sum(buffers.pop(send, 0.0) for send in arrived.get(action, ()))
             continue
-        buffers.pop(_needs(action), None)
-        waiting = sum(buffers.values())
-        begun = fixed + sum(made.values()) + saved + waiting
-        first = not made[action.stage]
-        frees, left, own = _change(action, stage, first=first)
-        if action == last.get(action.stage) and not first:
+        if kind in _NEEDS:
+            waiting -= buffers.pop(Action(_NEEDS[kind], at, micro_batch), 0.0)
+        begun = held + waiting
+        first = not made[at]
+        frees, left, own = _change(kind, stage, first=first)
+        if not first and action == last.get(at):
             own = stage.last_backward_bytes
-        saved += left - frees
-        if action.kind in _MAKES_GRADIENTS:
-            made[action.stage] = stage.gradient_bytes
-        if (passed := _passes(action)) is not None and passed.stage in stages:
-            buffers[passed] = stages[passed.stage].message_bytes(passed)
-        after = fixed + sum(made.values()) + saved + sum(buffers.values())
-        yield Held(action, begun - frees + own, after)
+        held += left - frees
+        if first and kind in _MAKES_GRADIENTS:
+            held += stage.gradient_bytes
+            made[at] = stage.gradient_bytes
+        if kind in SENT_AS:
+            receive, offset = MATCHING_RECV[SENT_AS[kind]]
+            if (to := at + offset) in stages:
+                passed = Action(receive, to, micro_batch)
+                buffers[passed] = nbytes = stages[to].message_bytes(passed)
+                waiting += nbytes
+        yield Held(action, begun - frees + own, held + waiting)
 
 
-def _change(action: Action, stage: StageMemory, *, first: bool) -> tuple[float, float, float]:
+def _change(kind: ActionKind, stage: StageMemory, *, first: bool) -> tuple[float, float, float]:
     """Bytes that an action finds and frees, those that it leaves, and the most it holds."""
-    if action.kind is _K.FORWARD:
+    if kind is _K.FORWARD:
         return 0.0, stage.saved_bytes, stage.forward_bytes
-    if action.kind is _K.BACKWARD:
+    if kind is _K.BACKWARD:
         own = stage.first_backward_bytes if first else stage.backward_bytes
         return stage.saved_bytes, 0.0, own
-    if action.kind is _K.BACKWARD_INPUT:
+    if kind is _K.BACKWARD_INPUT:
         return stage.saved_bytes, stage.deferred_bytes, stage.backward_bytes
     own = stage.first_weight_bytes if first else stage.weight_bytes
     return stage.deferred_bytes, 0.0, own
 
 
-def _needs(action: Action) -> Action:
-    kind = _K.RECV_FORWARD if action.kind is _K.FORWARD else _K.RECV_BACKWARD
-    return Action(kind, action.stage, action.micro_batch)
-
-
-def _passes(action: Action) -> Action | None:
-    """How the stage behind an action would receive what it makes."""
-    send = SENT_AS.get(action.kind)
-    if send is None:
-        return None
-    return matching_recv(Action(send, action.stage, action.micro_batch))
-
+_NEEDS = {
+    _K.FORWARD: _K.RECV_FORWARD,
+    _K.BACKWARD: _K.RECV_BACKWARD,
+    _K.BACKWARD_INPUT: _K.RECV_BACKWARD,
+}
+"""How an action would receive what it needs."""
 
 _MAKES_GRADIENTS = frozenset((_K.BACKWARD, _K.BACKWARD_WEIGHT))
 

@@ -81,11 +81,11 @@ def _sent(schedule: Schedule, links: _Links) -> dict[_Channel, deque[Action]]:
     """Per channel, the receives that match its sends, in the order of the sends."""
     queues: dict[_Channel, deque[Action]] = defaultdict(deque)
     for row in schedule.ranks:
-        for action in row:
-            if link := links.sends.get((action.kind, action.stage)):
+        for kind, stage, micro_batch in row:
+            if link := links.sends.get((kind, stage)):
                 send, channel = link
-                stage = action.stage + MATCHING_RECV[send][1]
-                queues[channel].append(Action(channel[2], stage, action.micro_batch))
+                to = stage + MATCHING_RECV[send][1]
+                queues[channel].append(Action(channel[2], to, micro_batch))
     return queues
 
 
@@ -93,25 +93,27 @@ def _lower(
     actions: tuple[Action, ...], links: _Links, queues: dict[_Channel, deque[Action]]
 ) -> tuple[Action, ...]:
     row: list[Action] = []
-    received: set[tuple[_Channel, int, int]] = set()
+    received: set[Action] = set()
     for action in actions:
-        stage, micro_batch = action.stage, action.micro_batch
-        channel = links.receives.get((action.kind, stage))
-        if channel and (channel, stage, micro_batch) not in received:
-            for receive in _up_to(action, queues[channel]):
-                row.append(receive)
-                received.add((channel, receive.stage, receive.micro_batch))
+        kind, stage, micro_batch = action
+        channel = links.receives.get((kind, stage))
+        if channel is not None:
+            needed = Action(channel[2], stage, micro_batch)
+            if needed not in received:
+                taken = list(_up_to(needed, queues[channel], action))
+                received.update(taken)
+                row += taken
         row.append(action)
-        if link := links.sends.get((action.kind, stage)):
+        if link := links.sends.get((kind, stage)):
             row.append(Action(link[0], stage, micro_batch))
     return tuple(row)
 
 
-def _up_to(needed: Action, queue: deque[Action]) -> Iterator[Action]:
-    """Take receives from a channel until the one that `needed` waits for, and that one."""
+def _up_to(needed: Action, queue: deque[Action], action: Action) -> Iterator[Action]:
+    """Take receives from a channel until the one that is `needed` for an action, and that one."""
     while queue:
         receive = queue.popleft()
         yield receive
-        if (receive.stage, receive.micro_batch) == (needed.stage, needed.micro_batch):
+        if receive == needed:
             return
-    raise InputError(f"no rank makes the value that {needed} needs; validate the schedule first")
+    raise InputError(f"no rank makes the value that {action} needs; validate the schedule first")

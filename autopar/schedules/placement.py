@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.lru_cache(maxsize=4096)
 def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Stage s on rank s mod num_ranks: every rank holds one stage of each round."""
     return tuple(range(num_ranks)) * chunks
 
 
+@functools.lru_cache(maxsize=4096)
 def vee(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """There and back: every other round runs through the ranks in reverse.
 

@@ -21,15 +21,13 @@ from autopar.plan.plan import (
     Terms,
     Variant,
 )
-from autopar.schedules.action import Schedule
-from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import StageMemory, peak_bytes
 from autopar.schedules.in_flight import peak_in_flight
-from autopar.schedules.lower import insert_communication
 from autopar.schedules.memory_curve import peak_moments
 from autopar.search.grid import Grid
 from autopar.search.moments import earlier_on_rank, read_by, stage_memories
 from autopar.search.options import ClassOption
+from autopar.search.pipelines import Pipeline
 from autopar.search.pricer import Pricer
 from autopar.search.recompute import Again
 from autopar.search.setting import Setting
@@ -121,17 +119,16 @@ def stage_terms(
     )
 
 
-def apart(schedule: Schedule, memory: Sequence[StageMemory], terms: Sequence[Terms]) -> list[Terms]:
+def apart(pipe: Pipeline, memory: Sequence[StageMemory], terms: Sequence[Terms]) -> list[Terms]:
     """The terms of every stage with what a rank does not hold at the same time taken off.
 
     The rest is the peak over the rank's action list. Without a flush there is no end of a step, and
     the terms stand as they are.
     """
     found = list(terms)
-    if not schedule.flushes:
+    if not pipe.flushes:
         return found
-    lowered = insert_communication(schedule)
-    for row, known in zip(lowered.ranks, arrivals(lowered), strict=True):
+    for row, known in zip(pipe.lowered().ranks, pipe.arrivals(), strict=True):
         stages = sorted({action.stage for action in row})
         if not stages:
             continue
@@ -144,7 +141,6 @@ def apart(schedule: Schedule, memory: Sequence[StageMemory], terms: Sequence[Ter
 
 def _held(
     grid: Grid,
-    schedule: Schedule,
     stages: Sequence[tuple[list[Block], list[ClassOption]]],
     memory: Sequence[StageMemory],
 ) -> list[StageHeld]:
@@ -159,7 +155,7 @@ def _held(
         )
         for stage in memory
     ]
-    moments = peak_moments(schedule, plain)
+    moments = peak_moments(pipe.build(), plain)
     found = []
     for index in of_stage:
         moment = moments[pipe.placement[index]]
@@ -235,11 +231,10 @@ def stage_plans(
     found, chosen, names = variants(pricer, staged)
     grid, chain = staged.grid, pricer.setting.chain
     own = stage_blocks(chain, chosen, staged.problem, staged.solution)
-    schedule = grid.pipe.build()
     memory = stage_memories(pricer, grid, own)
-    held, most = _held(grid, schedule, own, memory), peak_in_flight(schedule)
+    held, most = _held(grid, own, memory), peak_in_flight(grid.pipe.build())
     terms = apart(
-        schedule,
+        grid.pipe,
         memory,
         [
             stage_terms(pricer, grid, index, blocks, options, held[index], memory[index])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.schedules.action import ActionKind, Schedule
-from autopar.schedules.arrivals import most_under_way
+from autopar.schedules.arrivals import Arrivals, arrivals, most_under_way
 from autopar.schedules.in_flight import held_at_peak, peak_in_flight
 from autopar.schedules.lower import insert_communication
 from autopar.schedules.registry import SCHEDULES, build_schedule
@@ -42,6 +42,9 @@ _PROBE = 6
 _NEGLIGIBLE = 1e-3
 _RANKS = 8
 _SHORT = 0.25
+_LISTS = 16
+"""Action lists that are kept: those of the sizes that were looked at last."""
+
 _STEPS = 32
 """Shares of forward and weight gradients are rounded to this many steps to simulate them once."""
 
@@ -82,7 +85,15 @@ class Pipeline:
 
     def build(self) -> Schedule:
         """The action lists."""
-        return build_schedule(self.schedule, self.ranks, self.micro_batches, self.chunks)
+        return _built(self)
+
+    def lowered(self) -> Schedule:
+        """The action lists with their messages."""
+        return _lowered(self)
+
+    def arrivals(self) -> tuple[Arrivals, ...]:
+        """By rank, what is known of messages; nothing without a flush."""
+        return _arrivals(self)
 
     def short(self, per_rank: int = _PROBE) -> Pipeline:
         """The same with so few micro-batches that a step has no more than a start, a middle and an
@@ -95,12 +106,31 @@ class Pipeline:
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=_LISTS)
+def _built(pipeline: Pipeline) -> Schedule:
+    return build_schedule(
+        pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.chunks
+    )
+
+
+@functools.lru_cache(maxsize=_LISTS)
+def _lowered(pipeline: Pipeline) -> Schedule:
+    return insert_communication(pipeline.build())
+
+
+@functools.lru_cache(maxsize=_LISTS)
+def _arrivals(pipeline: Pipeline) -> tuple[Arrivals, ...]:
+    return arrivals(pipeline.lowered()) if pipeline.flushes else ({},) * pipeline.ranks
+
+
 def messages_under_way(pipeline: Pipeline) -> tuple[int, ...]:
     """By rank, the most messages that it has buffers for: without a flush one each way."""
-    if not pipeline.flushes:
-        return (2,) * pipeline.ranks
-    return most_under_way(pipeline.short().build())
+    return _under_way(pipeline.short()) if pipeline.flushes else (2,) * pipeline.ranks
+
+
+@functools.lru_cache(maxsize=4096)
+def _under_way(pipeline: Pipeline) -> tuple[int, ...]:
+    return most_under_way(pipeline.lowered(), pipeline.arrivals())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,7 +311,7 @@ def _simulated(pipeline: Pipeline, steps: tuple[int, ...], slowdown: float) -> f
         backward_input_s=(1.0 - first - last,) * stages,
         backward_weight_s=(last,) * stages,
     )
-    timeline = simulate(insert_communication(pipeline.build()), times)
+    timeline = simulate(pipeline.lowered(), times)
     if slowdown > 1 and pipeline.flushes:
         nothing, waits = (0.0,) * pipeline.ranks, dict[tuple[ActionKind, int], float]()
         for stage in range(stages):

@@ -182,13 +182,10 @@ class Planner:
                 return
 
     def _found(self, seen: Seen) -> Found:
-        """The best of what was seen, proven by an engine, and what bounds everything else."""
-        self.progress("proving the stages", None)
-        best = seen.best
-        assert best is not None
-        chosen = best if seen.timed_out else self._proven(best)
-        chosen = at_least(chosen, best.solution.bound)
-        others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not best]
+        """The best of what was seen, and what bounds everything else."""
+        chosen = seen.best
+        assert chosen is not None
+        others = [staged for staged in (*seen.solved, *seen.unfit) if staged is not chosen]
         left_s = min([seen.left_s, *map(self._left_s, others)])
         optimal = chosen.solution.status is Status.OPTIMAL
         optimal = optimal and left_s >= chosen.solution.objective * (1 - TIE)
@@ -204,19 +201,6 @@ class Planner:
             gave_up=seen.unsolved > 0 and not (seen.timed_out or seen.close_enough),
             close_enough=seen.close_enough,
         )
-
-    def _proven(self, best: Staged) -> Staged:
-        """The same as an engine proves it, where it can in time."""
-        time_limit_s = self._time_left_s()
-        proof = solve_stages(
-            self.pricer,
-            best.grid,
-            best.options,
-            best.problem,
-            certify=True,
-            time_limit_s=time_limit_s,
-        )
-        return proof if proof.solution.status.has_solution else best
 
     def _time_left_s(self) -> float:
         """What a solver may take: the time that is left, and a little where there is none."""

@@ -77,7 +77,7 @@ def predict(setting: Setting, staged: Staged, stages: Sequence[StagePlan]) -> Pr
     grid = staged.grid
     step = simulate_stages(
         stages,
-        grid.pipe.build(),
+        grid.pipe.lowered(),
         grid.mesh,
         setting.cluster,
         hides_messages=setting.execution.hides_messages,

@@ -17,10 +17,8 @@ from autopar.ir.graph import Ref
 from autopar.ir.mesh import TENSOR
 from autopar.ir.placement import Shard
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
-from autopar.schedules.arrivals import arrivals
 from autopar.schedules.held import peak_bytes
 from autopar.schedules.in_flight import held_at_peak
-from autopar.schedules.lower import insert_communication
 from autopar.search.grid import Grid
 from autopar.search.handovers import handover_s
 from autopar.search.moments import boundary_bytes, stage_memories
@@ -250,15 +248,14 @@ def solve_stages(
     options: Mapping[int, tuple[ClassOption, ...]],
     problem: PartitionProblem,
     *,
-    certify: bool = False,
     limit_s: float = inf,
     time_limit_s: float | None = None,
 ) -> Staged:
-    """Cut the chain into the stages of a grid, one option per block; `certify` has an engine
-    prove the answer. A grid that provably takes `limit_s` or more may be left without one.
-    `time_limit_s` is a solver's, by default that of the setting."""
+    """Cut the chain into the stages of a grid, one option per block. A grid that provably takes
+    `limit_s` or more may be left without. `time_limit_s` is a solver's, by default that of the
+    setting."""
     time_limit_s = pricer.setting.time_limit_s if time_limit_s is None else time_limit_s
-    solution = _solution(pricer, problem, certify, limit_s, time_limit_s)
+    solution = _solution(pricer, problem, limit_s, time_limit_s)
     bound = solution.bound
     for last in (False, False, True):
         fuller = _fuller(grid, problem, solution)
@@ -266,13 +263,13 @@ def solve_stages(
             break
         # The first problem leaves moments of a rank out, so its bound holds for every plan.
         problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
-        solution = _bounded(_solution(pricer, problem, certify, limit_s, time_limit_s), bound)
+        solution = _bounded(_solution(pricer, problem, limit_s, time_limit_s), bound)
     for _ in range(_FITTINGS):
         heavier = _heavier(pricer, grid, options, problem, solution)
         if heavier is None:
             break
         problem = heavier
-        solution = _bounded(_solution(pricer, problem, certify, limit_s, time_limit_s), bound)
+        solution = _bounded(_solution(pricer, problem, limit_s, time_limit_s), bound)
     return Staged(grid=grid, options=options, problem=problem, solution=solution)
 
 
@@ -312,8 +309,8 @@ def walked_bytes(
     chain = pricer.setting.chain
     chosen = chosen_options(chain, options, solution)
     memory = stage_memories(pricer, grid, stage_blocks(chain, chosen, problem, solution))
-    schedule = insert_communication(grid.pipe.short().build())
-    known, peaks = arrivals(schedule), dict[int, float]()
+    short = grid.pipe.short()
+    schedule, known, peaks = short.lowered(), short.arrivals(), dict[int, float]()
     for on_rank in problem.rank_stages():
         place = grid.pipe.placement[on_rank[0]]
         stages = {k: memory[k] for k in on_rank}
@@ -355,14 +352,13 @@ def _heavier(
 def _solution(
     pricer: Pricer,
     problem: PartitionProblem,
-    certify: bool,
     limit_s: float,
     time_limit_s: float,
 ) -> PartitionSolution:
     setting = pricer.setting
     return solve_partition(
         problem,
-        method="ilp" if certify else "dp",
+        method="dp",
         backend=setting.backend,
         time_limit_s=time_limit_s,
         cutoff=limit_s,

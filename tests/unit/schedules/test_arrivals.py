@@ -32,9 +32,13 @@ def test_a_gradient_tells_of_the_values_taken_before_it():
 
 
 def test_the_most_buffers_of_a_rank():
-    assert most_under_way(build_schedule("1f1b", 1, 4)) == (0,)
-    assert most_under_way(build_schedule("1f1b", 2, 3)) == (3, 3)
-    assert most_under_way(build_schedule("gpipe", 2, 5))[0] == 6
+    def most(name, *sizes):
+        lowered = insert_communication(build_schedule(name, *sizes))
+        return most_under_way(lowered, arrivals(lowered))
+
+    assert most("1f1b", 1, 4) == (0,)
+    assert most("1f1b", 2, 3) == (3, 3)
+    assert most("gpipe", 2, 5)[0] == 6
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks", "micro_batches"), FLUSHING)
