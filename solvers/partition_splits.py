@@ -28,10 +28,12 @@ _PRICED = 6
 """Splits that are priced, those first that may count the least; others are bounded."""
 _FEW_BLOCKS = 8
 """Blocks of a rank up to which its splits are priced exactly."""
-_PARTS = (0.5, 1.0)
+_PARTS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """How much more than others one of the stages is weighed to bound what their longest counts for."""
-_TILTS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_TILTS = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 """How much more stages are weighed than others by how much less they hold."""
+_MOVES = 8
+"""Blocks that are moved at the most from the longest stage of the best split to the shortest."""
 _THRESHOLDS = 2
 """Transient peaks that are tried to run more blocks, those first that may cost the least."""
 _MANY = 256
@@ -234,6 +236,8 @@ class SplitPricer(Pricer):
             own, left = self._exact(kind, int(rows[way]), bound)
             ways += own
             bounds += left
+        if ways and self._is_large(self.compositions[composition]):
+            ways += self._moved(kind, min(ways, key=lambda price: price.count_s))
         ways.sort(key=lambda price: (price.count_s, price.time_s, price.sync_s))
         return ways + [b for b in bounds if not any(_beats(own, b) for own in ways)]
 
@@ -312,12 +316,51 @@ class SplitPricer(Pricer):
             ]
         return self._tables[key]
 
-    def _balanced(self, kind: int, split: int) -> list[Price]:
+    def _is_large(self, counts: NDArray[np.intp]) -> bool:
+        """Whether so many blocks are not priced exactly."""
+        return int(counts.sum()) > _FEW_BLOCKS
+
+    def _moved(self, kind: int, way: Price) -> list[Price]:
+        """Better ways by other splits: a block is moved from the longest stage of the best to the
+        shortest for as long as that helps."""
+        found: list[Price] = []
+        for _ in range(_MOVES):
+            split = self._with_one_moved(kind, way)
+            if split is None:
+                break
+            ways = [self._counted(kind, price) for price in self._balanced(kind, split)]
+            best = min(ways, key=lambda price: price.count_s, default=way)
+            if best.count_s >= way.count_s:
+                break
+            found += ways
+            way = best
+        return found
+
+    def _with_one_moved(self, kind: int, way: Price) -> NDArray[np.intp] | None:
+        """The split of a way with a block of the longest stage on the shortest; None where they
+        share no run."""
+        device, more = self.kinds[kind].device, self.num_runs
+        options = way.options() if way.options else []
+        options = [(offer - more * (offer >= self.num_sure), option) for offer, option in options]
+        work_s = self._work_s(device, options)
+        longest, shortest = int(work_s.argmax()), int(work_s.argmin())
+        split = np.bincount(
+            [offer for offer, _ in options], minlength=self.even.compositions.shape[1]
+        )
+        for run, reached in enumerate(self.reached[device]):
+            first = self.num_sure + run * self.width
+            if longest in reached and shortest in reached and split[first + longest]:
+                split[first + longest] -= 1
+                split[first + shortest] += 1
+                return split
+        return None
+
+    def _balanced(self, kind: int, split: NDArray[np.intp]) -> list[Price]:
         """Ways to run a split in about the least that it counts for."""
         stage = self.kinds[kind]
         tables, places = self.even.classes[stage.device], self.places[stage.device]
-        present = [(c, int(n)) for c, n in enumerate(self.even.compositions[split]) if n]
-        thresholds = self.even.own_thresholds(self.even.compositions[split].tolist(), stage.device)
+        present = [(c, int(n)) for c, n in enumerate(split) if n]
+        thresholds = self.even.own_thresholds(split.tolist(), stage.device)
         cuts_s = np.array([place.cuts_s for place in places])
         ways = []
         ordered = self.even.ordered(stage, present, thresholds, 0.0)
@@ -353,25 +396,33 @@ class SplitPricer(Pricer):
 
     def _exact(self, kind: int, split: int, bound: Price) -> tuple[list[Price], list[Price]]:
         """The ways of a split, and bounds on those that may count for less than they do."""
-        large = int(self.even.compositions[split].sum()) > _FEW_BLOCKS
-        found = self._balanced(kind, split) if large else self.even.price(kind, split)
+        counts = self.even.compositions[split]
+        if self._is_large(counts):
+            return [self._counted(kind, price) for price in self._balanced(kind, counts)], [bound]
+        ways, bounds = [], []
+        for price in self.even.price(kind, split):
+            if price.options is not None:
+                ways.append(self._counted(kind, price))
+            bounds.append(dataclasses.replace(price, count_s=bound.count_s, options=None))
+        return ways, bounds
+
+    def _counted(self, kind: int, price: Price) -> Price:
+        """A way of the even splits with what it counts for, by the numbers of offers here."""
         device = self.kinds[kind].device
         cuts_s = np.array([place.cuts_s for place in self.places[device]])
-        ways, bounds = [], [bound] if large else []
-        for price in found:
-            if price.options is None:
-                bounds.append(dataclasses.replace(price, count_s=bound.count_s))
-                continue
-            work_s = np.zeros(len(cuts_s))
-            for offer, option in price.options():
-                place = self._place(device, offer)
-                work_s[place] += self.even.classes[device][offer].time[option]
-            count_s = float(self.counting(work_s, cuts_s))
-            own = functools.partial(self._renumbered, price)
-            ways.append(dataclasses.replace(price, count_s=count_s, options=own))
-            if not large:
-                bounds.append(dataclasses.replace(price, count_s=bound.count_s, options=None))
-        return ways, bounds
+        work_s = self._work_s(device, price.options() if price.options else [])
+        return dataclasses.replace(
+            price,
+            count_s=float(self.counting(work_s, cuts_s)),
+            options=functools.partial(self._renumbered, price),
+        )
+
+    def _work_s(self, device: int, options: Sequence[tuple[int, int]]) -> Array:
+        """What the blocks of every stage take."""
+        work_s = np.zeros(len(self.places[device]))
+        for offer, option in options:
+            work_s[self._place(device, offer)] += self.even.classes[device][offer].time[option]
+        return work_s
 
     def _renumbered(self, price: Price) -> list[tuple[int, int]]:
         options = price.options() if price.options else []

@@ -26,11 +26,17 @@ def of_one_rank(blocks: int, capacity: float, share: float) -> PartitionProblem:
     )
 
 
-def test_a_split_that_is_left_out_may_be_the_best(monkeypatch):
-    """Even ones alone are gone through; with more blocks where less is held all are fast there."""
-    monkeypatch.setattr(partition_splits, "_FEW_BLOCKS", 0)
+@pytest.fixture
+def _even_splits_alone(monkeypatch):
     for reader in (partition_dealing, partition_splits):
         monkeypatch.setattr(reader, "most_of_one", lambda blocks, stages: -(-blocks // stages))
+
+
+@pytest.mark.usefixtures("_even_splits_alone")
+def test_a_split_that_is_left_out_may_be_the_best(monkeypatch):
+    """With more blocks where less is held all are fast there."""
+    monkeypatch.setattr(partition_splits, "_FEW_BLOCKS", 0)
+    monkeypatch.setattr(partition_splits, "_MOVES", 0)
     problem = of_one_rank(8, 32.0, 0.5)
     solution = solve_partition(problem, method="dp")
     assert solution.cuts != (4,)
@@ -46,3 +52,11 @@ def test_what_is_left_out_has_a_long_stage():
 def test_what_is_left_out_has_no_room_to_be_fast(share):
     """A stage that holds less would take all blocks, were it not the longest then."""
     assert solve_partition(of_one_rank(40, 100.0, share), method="dp").gap < 0.05
+
+
+@pytest.mark.usefixtures("_even_splits_alone")
+def test_splits_that_are_less_even_are_reached_by_moves():
+    """Six blocks more are on the stage that holds less, where they are fast."""
+    solution = solve_partition(of_one_rank(40, 200.0, 0.5), method="dp")
+    assert solution.cuts == (14,)
+    assert solution.stage_time_s == (25.0, 26.0)
