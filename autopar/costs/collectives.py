@@ -48,7 +48,7 @@ class CollectiveModel(Protocol):
 
 def collective_time_s(op: CollectiveOp, nbytes: float, group_size: int, link: LinkLevel) -> float:
     """Seconds of `op` over `group_size` ranks that all communicate through one level of links."""
-    if group_size == 1:
+    if group_size == 1 or op is CollectiveOp.BARRIER:
         return 0.0
     if op is CollectiveOp.SEND_RECV:
         return step_s(link, nbytes) + nbytes / link.bandwidth_bytes_s
@@ -132,6 +132,8 @@ def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) 
     trees), so that the slowest level sets the pace while latencies add up. Each device is taken to
     have its own share of the slow links, hence concurrent groups do not slow each other.
     """
+    if op is CollectiveOp.BARRIER:
+        return 0.0
     ranks = prod(hop.size for hop in levels)
     latency_s, transfer_s, inner = 0.0, 0.0, 1
     for hop in levels:
@@ -253,7 +255,7 @@ class AlphaBeta:
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the axis. KeyError for an unknown axis."""
         size, alpha, beta = self.sizes[axis_name], self.alpha[axis_name], self.beta[axis_name]
-        if size == 1:
+        if size == 1 or op is CollectiveOp.BARRIER:
             return 0.0
         if op is CollectiveOp.SEND_RECV:
             return alpha + beta * nbytes

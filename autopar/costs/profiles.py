@@ -156,6 +156,8 @@ class Profile:
         samples = self._messages.get((op, ranks, level, packed))
         if not samples:
             return None
+        if op is CollectiveOp.BARRIER:
+            return samples[0].times_s[0]
         size = max(nbytes, samples[0].work)
         found = interpolate(samples, (int(size),), size)
         return None if found is None else found[0]

@@ -8,7 +8,7 @@ writes the gradients of the inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.costs.attention import DROPOUT, FUSED, attention_kernel
@@ -36,9 +36,16 @@ def op_traffic(op: LocalOp, device_kind: str = "cuda") -> Traffic:
     """What `op` moves. Views move nothing forward; a few gather or spread gradients backward.
 
     What stays in registers is moved in neither pass, and a chain is one kernel: its last op's
-    forward, its first op's backward.
+    forward, its first op's backward. A CPU takes itself what a host takes to start an op, even one
+    that moves nothing.
     """
     whole = _unfused(op, device_kind)
+    if device_kind == "cpu" and op.output_shapes:
+        whole = replace(
+            whole,
+            forward_kernels=max(whole.forward_kernels, 1),
+            backward_kernels=max(whole.backward_kernels, int(op.requires_grad)),
+        )
     if not op.is_fused:
         return whole
     inside = sum(map(op.input_bytes, op.fused_inputs)) + op.output_bytes(0) * op.fused_output

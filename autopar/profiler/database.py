@@ -19,7 +19,7 @@ from autopar.costs.profiles import LinkKey, LinkRecord, Machine, OpRecord, Profi
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
 
-VERSION = 1
+VERSION = 2
 MOST_ATTEMPTS = 2
 FATAL = f"ended the process {MOST_ATTEMPTS} times while it was measured"
 

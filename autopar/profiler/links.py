@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.costs.collectives import RING_PASSES, axis_route
-from autopar.costs.profiles import LinkKey, LinkRecord
+from autopar.costs.profiles import LinkKey, LinkRecord, Timing
 from autopar.ir.cluster import Axis, Cluster
 from autopar.ir.collective import CollectiveOp
+from autopar.profiler.between import OtherOps
 from autopar.profiler.timing import timing_of
 from autopar.runtime import primitives
 from autopar.runtime.axes import AxisGroup
 from autopar.runtime.groups import end_groups
 from autopar.runtime.recorder import Recorder
+
+Run = Callable[[], object]
 
 MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
     "cpu": tuple(4**k for k in range(5, 14)),
@@ -28,6 +32,11 @@ MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
 """Sizes of message to measure by device type: 1 KiB to 64 MiB, or to 1 GiB."""
 
 _SAMPLES, _MOST_LOOPS, _ENOUGH_S = 12, 50, 0.02
+_SEGMENTS = 2
+"""Runs of other ops before a collective that ranks come to from compute: about 2 ms of a core."""
+_BETWEEN_COMPUTE = frozenset({CollectiveOp.SEND_RECV, CollectiveOp.BARRIER})
+"""What the ranks of a CPU are timed at as they come to it from computing."""
+
 _DISTURBED = 3
 """Of this many samples on a CPU one counts, the fastest: others use its cores too, and a wait is
 not known from what they take."""
@@ -53,12 +62,13 @@ def group_requests(cluster: Cluster, messages: Sequence[int]) -> tuple[GroupRequ
     """
     devices, found = cluster.num_devices, dict[tuple[object, ...], GroupRequest]()
     sizes = [size for size in range(2, devices + 1) if devices % size == 0]
+    waits = (CollectiveOp.BARRIER,) if any(g.device.kind == "cpu" for g in cluster.groups) else ()
     for size, stride in ((s, t) for s in sizes for t in range(1, devices // s + 1)):
         if devices // size % stride:
             continue
         group = axis_route(Axis(name="", size=size, stride=stride), cluster).group
         found.setdefault(
-            ("group", *group), _request(size, stride, tuple(RING_PASSES), group, messages)
+            ("group", *group), _request(size, stride, (*waits, *RING_PASSES), group, messages)
         )
     for stride in range(1, devices):
         name = cluster.link((0, stride)).name
@@ -78,7 +88,7 @@ def _request(
     keys = tuple(
         LinkKey(op=op, ranks=ranks, level=level, packed=packed, nbytes=nbytes)
         for op in ops
-        for nbytes in messages
+        for nbytes in (messages if op is not CollectiveOp.BARRIER else (0,))
     )
     return GroupRequest(size=size, stride=stride, keys=keys)
 
@@ -87,7 +97,8 @@ def measure_group(request: GroupRequest, device: torch.device, limit_s: float) -
     """The records of a request. Every rank calls it alike; all get the same.
 
     A time is that of the slowest rank. After a message that takes longer than `limit_s`, larger
-    ones of the same collective are not sent.
+    ones of the same collective are not sent. A send is timed as it is met, between computing; so is
+    a `BARRIER`, of which the time of a smallest collective is no part.
     """
     groups = list(_groups(request, dist.get_world_size()))
     made = [dist.new_group(list(ranks)) for ranks in groups]
@@ -127,20 +138,51 @@ def _measured(
             yield LinkRecord(key=key, reason=f"a smaller message takes over {limit_s:g} s")
             continue
         run = _RUNS[key.op](key.nbytes, axis, device) if axis is not None else _nothing
-        passes = 2 if key.op is CollectiveOp.SEND_RECV else 1
-        for _ in range(2):
-            first_s = _slowest(run, 1, device)
-        loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_S / max(first_s, 1e-7))))
-        samples = _SAMPLES if first_s < limit_s else 1
-        seconds = [_slowest(run, loops, device) / passes for _ in range(samples)]
-        if device.type == "cpu":
-            seconds = sorted(seconds)[: ceil(samples / _DISTURBED)]
-        yield LinkRecord(key=key, time=timing_of(seconds))
-        if first_s > limit_s:
+        time = _timing(key.op, run, device, limit_s)
+        yield LinkRecord(key=key, time=time)
+        if time.median_s > limit_s:
             slow.add(key.op)
 
 
-def _slowest(run: Callable[[], object], loops: int, device: torch.device) -> float:
+def _timing(op: CollectiveOp, run: Run, device: torch.device, limit_s: float) -> Timing:
+    """What a collective takes; a send goes there and back."""
+    alone_s, passes = _seconds(run, device, limit_s), 2 if op is CollectiveOp.SEND_RECV else 1
+    if device.type != "cpu" or op not in _BETWEEN_COMPUTE:
+        return timing_of([sample_s / passes for sample_s in alone_s])
+    less_s = median(alone_s) if op is CollectiveOp.BARRIER else 0.0
+    return timing_of([sample_s / passes for sample_s in _between_s(run, device)], less_s)
+
+
+def _seconds(run: Run, device: torch.device, limit_s: float = inf) -> list[float]:
+    """Seconds of a run on the slowest rank: those samples that count."""
+    for _ in range(2):
+        first_s = _slowest(run, 1, device)
+    loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_S / max(first_s, 1e-7))))
+    samples = _SAMPLES if first_s < limit_s else 1
+    seconds = [_slowest(run, loops, device) for _ in range(samples)]
+    return sorted(seconds)[: ceil(samples / _DISTURBED)] if device.type == "cpu" else seconds
+
+
+def _between_s(run: Run, device: torch.device) -> list[float]:
+    """The same after computing, of which the time is no part.
+
+    The ranks of a CPU come to it one after the other, as they get hold of a core.
+    """
+    others = OtherOps()
+
+    def compute() -> None:
+        for _ in range(_SEGMENTS):
+            others()
+
+    def both() -> None:
+        compute()
+        run()
+
+    compute_s = median(_seconds(compute, device))
+    return [max(0.0, both_s - compute_s) for both_s in _seconds(both, device)]
+
+
+def _slowest(run: Run, loops: int, device: torch.device) -> float:
     """Seconds of a run on the slowest rank, the mean of `loops` one after the other."""
     dist.barrier()
     started = time.perf_counter()
@@ -157,7 +199,8 @@ def _nothing() -> None:
     """What a rank does that is in no group."""
 
 
-Run = Callable[[], object]
+def _barrier(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
+    return _all_reduce(_WIDTH, axis, device)
 
 
 def _all_reduce(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
@@ -204,5 +247,6 @@ _RUNS: dict[CollectiveOp, Callable[[int, AxisGroup, torch.device], Run]] = {
     CollectiveOp.REDUCE_SCATTER: _reduce_scatter,
     CollectiveOp.ALL_TO_ALL: _all_to_all,
     CollectiveOp.SEND_RECV: _there_and_back,
+    CollectiveOp.BARRIER: _barrier,
 }
 """What runs for each collective: the runtime's own functions, on buffers of the bytes counted."""

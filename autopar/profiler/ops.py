@@ -16,7 +16,7 @@ Progress = Callable[[str, float | None], None]
 def needed_ops(
     setting: Setting, progress: Progress = lambda what, done: None
 ) -> tuple[LocalOp, ...]:
-    """Every distinct op that moves something, of every option of every block on every grid.
+    """Every distinct op that takes time, of every option of every block on every grid.
 
     The grids, options and local shapes are the search's own (`grids`, `Pricer.space`,
     `Pricer.local`). Raises InputError where the pins leave no grid.

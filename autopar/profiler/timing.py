@@ -13,15 +13,13 @@ import torch
 from autopar.costs.local_op import LocalOp
 from autopar.costs.profiles import OpRecord, Timing, rounded
 from autopar.profiler.arguments import Arguments
+from autopar.profiler.between import OtherOps
 from autopar.runtime.allocator import keep_freed_memory
 
 WARM_UP = 1
 LEAST_RUNS, MOST_RUNS = 5, 100
-ENOUGH_S = 0.03
+ENOUGH_S = 0.05
 """An op is run `LEAST_RUNS` times, then until this much time or `MOST_RUNS` is spent on it."""
-
-_CORE_CACHE_BYTES = 2**22
-"""More than the cache that a core of a CPU has to itself; what cores share, others use too."""
 
 _FLUSHED_BYTES = 2**28
 """More than the cache of any GPU."""
@@ -38,17 +36,17 @@ class Clock(Protocol):
 class HostClock:
     """The clock of this thread, for an op on one thread of a CPU.
 
-    It stands still while other processes have the core, and is else the time that passes. A buffer
-    larger than the core's own cache is written before each run, as for a GPU.
+    It stands still while other processes have the core, and is else the time that passes. Other ops
+    run before each run, as in a step.
     """
 
     def __init__(self) -> None:
         keep_freed_memory()
-        self._buffer = torch.empty(_CORE_CACHE_BYTES, dtype=torch.int8)
+        self._others = OtherOps()
 
     def seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
         """The result, and seconds on the core."""
-        self._buffer.zero_()
+        self._others()
         started = time.thread_time()
         result = run()
         return result, time.thread_time() - started

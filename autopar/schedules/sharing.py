@@ -6,14 +6,13 @@ compute, `k` that compute at the same time run `min(slowdown, p / k)` times as f
 A rank that waits leaves its part to the others, so a bubble costs less than on devices that stand
 alone, and imbalance nothing while the cores are busy. Collectives take a rank's part of the cores
 as well (they move bytes through sockets), but are no faster where more is left: they go from rank
-to rank and back.
+to rank and back. A message takes that of its sender alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from autopar.schedules.action import Action, ActionKind, matching_recv
 from autopar.schedules.timeline import Timeline
@@ -38,7 +37,7 @@ def share_cores(
 ) -> Shared:
     """The timeline with the cores shared.
 
-    Its times are those of ranks that all compute; messages hide behind compute. `heads_s` is the
+    Its times are those of ranks that all compute. `heads_s` is the
     compute of each rank before its list (the optimizer's step), `tails_s` its collectives after it
     (gradients summed), `waits_s` those in an action of a kind and stage; the times that a rank of
     `timeline` starts and ends at do not count, their differences do.
@@ -62,8 +61,7 @@ def share_cores(
 @dataclass(slots=True)
 class _Row:
     """One rank. `left_s` is what its current action has left, of which the last `waits_s` are
-    collectives, and `wakes_s` when a message it waits for is there; neither where it waits for one
-    that is not sent, or is done."""
+    communication; None where it waits for a message, or is done."""
 
     actions: tuple[Action, ...]
     lengths_s: tuple[float, ...]
@@ -73,23 +71,21 @@ class _Row:
     at: int = 0
     left_s: float | None = None
     waits_s: float = 0.0
-    wakes_s: float = inf
-    link_free_s: float = 0.0
     busy_s: float = 0.0
     done_s: float = -1.0
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
 
     @property
-    def in_collective(self) -> bool:
-        """Whether the compute of the current action is done."""
+    def communicates(self) -> bool:
+        """Whether what is left of the current action is communication."""
         return self.left_s is not None and self.left_s <= self.waits_s
 
     @property
     def next_s(self) -> float:
         """What is left of the compute, or of the collectives after it."""
         assert self.left_s is not None
-        return self.left_s if self.in_collective else self.left_s - self.waits_s
+        return self.left_s if self.communicates else self.left_s - self.waits_s
 
     def begin(self, seconds: float, waits_s: float) -> None:
         """Start an action."""
@@ -130,27 +126,26 @@ class _Run:
             while any(self._advance(row) for row in self.rows):
                 pass
             active = [row for row in self.rows if row.left_s is not None]
-            waking_s = min((row.wakes_s for row in self.rows), default=inf)
-            if not active and waking_s == inf:
+            if not active:
                 return
-            self._pass(active, waking_s)
+            self._pass(active)
 
-    def _pass(self, active: Sequence[_Row], waking_s: float) -> None:
+    def _pass(self, active: Sequence[_Row]) -> None:
         """Let time pass until something ends."""
-        waiting = [row for row in active if row.in_collective]
+        waiting = [row for row in active if row.communicates]
         computing = len(active) - len(waiting)
         rate = min(self.slowdown, (len(self.rows) - len(waiting)) / max(computing, 1))
-        ends_s = {id(row): row.next_s / (1.0 if row.in_collective else rate) for row in active}
-        passed_s = min(min(ends_s.values(), default=inf), waking_s - self.now_s)
+        ends_s = {id(row): row.next_s / (1.0 if row.communicates else rate) for row in active}
+        passed_s = min(ends_s.values())
         self.now_s += passed_s
         for row in active:
             assert row.left_s is not None
-            pace = 1.0 if row.in_collective else rate
+            pace = 1.0 if row.communicates else rate
             # what ends now ends exactly, whatever rounding says
             done_s = row.next_s if ends_s[id(row)] <= passed_s else passed_s * pace
-            row.left_s = max(row.left_s - done_s, 0.0 if row.in_collective else row.waits_s)
+            row.left_s = max(row.left_s - done_s, 0.0 if row.communicates else row.waits_s)
             if row.begin_s >= 0.0 and row.at < len(row.actions):
-                row.busy_s += passed_s
+                row.busy_s += passed_s * row.actions[row.at].kind.is_compute
 
     def _advance(self, row: _Row) -> bool:
         """Go on with a rank until it computes or waits; whether anything happened."""
@@ -162,19 +157,16 @@ class _Run:
         if row.begin_s < 0.0 and not started:
             row.begin(row.head_s, 0.0)
             return True
-        row.wakes_s = inf
         while row.at < len(row.actions):
             action, length_s = row.actions[row.at], row.lengths_s[row.at]
-            if action.kind.is_compute:
+            if not action.kind.is_recv:
                 row.starts_s.append(self.now_s)
-                row.begin(length_s, self.waits_s.get((action.kind, action.stage), 0.0))
+                waits_s = self.waits_s.get((action.kind, action.stage), 0.0)
+                row.begin(length_s, length_s if action.kind.is_send else waits_s)
                 return True
-            if not self._message(row, action, length_s):
+            if not self._received(row, action):
                 return started or row.at > before
             row.at += 1
-        if row.link_free_s > self.now_s:  # the tail begins once all is sent
-            row.wakes_s = row.link_free_s
-            return started or row.at > before
         row.begin(row.tail_s, row.tail_s)
         return True
 
@@ -188,20 +180,17 @@ class _Run:
             row.done_s = self.now_s
             return False
         row.ends_s.append(self.now_s)
+        action = row.actions[row.at]
+        if action.kind.is_send:
+            self.sent[matching_recv(action)] = row.starts_s[-1], self.now_s
         row.at += 1
         return True
 
-    def _message(self, row: _Row, action: Action, length_s: float) -> bool:
-        """Send, or take what is there; whether the rank goes on."""
-        if action.kind.is_send:
-            start_s = max(self.now_s, row.link_free_s)
-            row.link_free_s = start_s + length_s
-            span = self.sent[matching_recv(action)] = start_s, row.link_free_s
-        else:
-            span = self.sent.get(action, (inf, inf))
-            if span[1] > self.now_s:
-                row.wakes_s = span[1]
-                return False
+    def _received(self, row: _Row, action: Action) -> bool:
+        """Take the message if it is there; whether the rank goes on."""
+        span = self.sent.get(action)
+        if span is None:
+            return False
         row.starts_s.append(span[0])
         row.ends_s.append(span[1])
         return True

@@ -159,7 +159,8 @@ def simulate_step(
     timeline = simulate(schedule, stage_times(loads, flushes=schedule.flushes), overlap, begin_s)
     sync_begin_s, sync_end_s = _sums_s(timeline, stages, loads)
     paces = (1.0,) * schedule.num_ranks
-    if schedule.flushes and slowdown > 1 and schedule.num_ranks > 1:
+    shares = schedule.flushes and slowdown > 1 and schedule.num_ranks > 1
+    if shares:
         late = [end - finish for end, finish in zip(sync_end_s, timeline.finish_s, strict=True)]
         shared = share_cores(timeline, slowdown, begin_s, late, _waits(loads))
         busy = zip(shared.timeline.busy_s, timeline.busy_s, strict=True)
@@ -183,7 +184,15 @@ def simulate_step(
         sync_end_s=sync_end_s,
         meet_s=meet_s,
         ranks=tuple(
-            _rank_time(timeline, rank, own, _at_pace(loads, paces[rank]), frames[rank], overlap)
+            _rank_time(
+                timeline,
+                rank,
+                own,
+                _at_pace(loads, paces[rank]),
+                frames[rank],
+                overlap,
+                shares,
+            )
             for rank, own in enumerate(stages)
         ),
     )
@@ -279,6 +288,7 @@ def _rank_time(
     loads: Sequence[StageLoad],
     frame: _Frame,
     overlap: bool,
+    shares: bool,
 ) -> RankTime:
     flushes, many = timeline.schedule.flushes, timeline.schedule.num_micro_batches
     often = 1 if flushes else many
@@ -294,7 +304,8 @@ def _rank_time(
     compute_s = timeline.busy_s[rank] - updates_s - waits_s + optimizer_s
     collectives_s = waits_s + gather_s + sums_s
     left_s = max(0.0, frame.step_s - compute_s - collectives_s)
-    messages_s = min(left_s, _message_waits_s(timeline, rank, loads, frame.begin_s, overlap))
+    waited_s = _message_waits_s(timeline, rank, loads, frame.begin_s, overlap, shares)
+    messages_s = min(left_s, waited_s)
     return RankTime(
         compute_s=compute_s,
         collectives_s=collectives_s,
@@ -304,10 +315,15 @@ def _rank_time(
 
 
 def _message_waits_s(
-    timeline: Timeline, rank: int, loads: Sequence[StageLoad], begin_s: float, overlap: bool
+    timeline: Timeline,
+    rank: int,
+    loads: Sequence[StageLoad],
+    begin_s: float,
+    overlap: bool,
+    shares: bool,
 ) -> float:
-    """How long compute waits while a message that it needs is under way; without overlap, how long
-    it is given to messages."""
+    """How long compute waits while a message that it needs is under way, or where ranks share cores
+    is sent; without overlap, how long it is given to messages."""
     row = timeline.schedule.ranks[rank]
     starts, ends = timeline.start_s[rank], timeline.end_s[rank]
     if not overlap:
@@ -319,7 +335,10 @@ def _message_waits_s(
             if end_s > free_s:
                 waited_s += end_s - max(free_s, start_s)
                 free_s = end_s
-        elif action.kind not in _SENDS:
+        elif action.kind in _SENDS:
+            if shares:
+                waited_s, free_s = waited_s + end_s - start_s, end_s
+        else:
             free_s = end_s
             if action.kind is _K.BACKWARD and not flushes:
                 free_s += loads[action.stage].update_s

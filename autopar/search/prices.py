@@ -70,6 +70,11 @@ class Prices:
             self._bytes[key] = DTYPE_BYTES[self.specs[ref].dtype] * prod(self.local_shape(*key))
         return self._bytes[key]
 
+    def waited_s(self, op: CollectiveOp, nbytes: float, axis: str) -> float:
+        """Seconds of a collective that compute waits for, until the last rank comes to it
+        included."""
+        return self.collective(op, nbytes, axis) + self.collective(CollectiveOp.BARRIER, 0.0, axis)
+
     def move_s(self, move: Move) -> tuple[float, float]:
         """Forward and backward seconds of one move."""
         return self._move_s(move, self.specs[move.value])
@@ -80,7 +85,7 @@ class Prices:
         def seconds(op: CollectiveOp | None) -> float:
             if op is None:
                 return 0.0
-            return self.collective(op, move_bytes(spec, move, op, self.sizes, self.batch), axis)
+            return self.waited_s(op, move_bytes(spec, move, op, self.sizes, self.batch), axis)
 
         return seconds(move.transition.forward), seconds(move.transition.backward)
 
@@ -139,7 +144,7 @@ class Prices:
                 layout = option.inputs[inner.like_input]
                 nbytes = inner.nbytes(self.local_shape(node.inputs()[inner.like_input], layout))
                 seconds = sum(
-                    self.collective(*each)
+                    self.waited_s(*each)
                     for each in self.inner_collectives(inner.op, nbytes, axis, layout)
                 )
                 totals[inner.phase] += inner.count(size) * seconds

@@ -221,7 +221,7 @@ def chain_problem(
         sum_weight=weights.sum,
         max_weight=weights.longest,
         stage_share=weights.stage,
-        boundary_in_max=pipe.schedule not in HIDES_MESSAGES,
+        boundary_in_max=setting.cluster.slowdown > 1 or pipe.schedule not in HIDES_MESSAGES,
         stage_rank=pipe.placement,
     )
 

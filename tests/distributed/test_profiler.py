@@ -131,13 +131,14 @@ def test_collectives_are_measured_and_priced(pool2, tmp_path):
     with Database(tmp_path / "p.sqlite", MACHINE) as database:
         profiler = Profiler(database=database, limits=Limits(nbytes=1))
         outcome = profiler.links(requests, pool2, torch.device("cpu"))
-        assert (outcome.wanted, outcome.measured, outcome.known) == (10, 10, 0)
+        assert (outcome.wanted, outcome.measured, outcome.known) == (11, 11, 0)
         outcome = profiler.links(requests, None, torch.device("cpu"))
-        assert (outcome.wanted, outcome.measured, outcome.known) == (10, 0, 10)
+        assert (outcome.wanted, outcome.measured, outcome.known) == (11, 0, 11)
     (profile,) = read_database(tmp_path / "p.sqlite")
     assert {key.op for key in profile.links} == set(CollectiveOp)
     for key, record in profile.links.items():
-        assert record.time.median_s > 0 and record.time.count == 4
+        assert record.time.median_s >= 0 and record.time.count == 4
+        assert record.time.median_s > 0 or key.op is CollectiveOp.BARRIER
         found = profile.link_s(key.op, key.nbytes, key.ranks, key.level, key.packed)
         assert found == record.time.median_s
 
@@ -146,11 +147,13 @@ def test_groups_of_every_kind(pool4):
     cluster = parse_cluster("local:4")
     (pairs, whole, sends) = group_requests(cluster, (1024,))
     assert [(r.size, r.stride, len(r.keys)) for r in (pairs, whole, sends)] == [
-        (2, 1, 4),
-        (4, 1, 4),
+        (2, 1, 5),
+        (4, 1, 5),
         (2, 1, 1),
     ]
+    assert [k.nbytes for k in pairs.keys if k.op is CollectiveOp.BARRIER] == [0]
     nodes = group_requests(parse_cluster("2x4:h100-sxm"), (1024,))
+    assert CollectiveOp.BARRIER not in {k.op for r in nodes for k in r.keys}
     kinds = {(k.ranks, k.level, k.packed) for r in nodes for k in r.keys}
     assert kinds == {
         (2, "node", 1),

@@ -64,6 +64,7 @@ TORCH_FILES = {
         f"autopar/profiler/{name}.py"
         for name in (
             "arguments",
+            "between",
             "links",
             "optimizers",
             "ranks",

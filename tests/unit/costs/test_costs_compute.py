@@ -159,6 +159,14 @@ def test_views_are_free(name):
     assert (times.forward_s, times.backward_s) == (0, 0)
 
 
+@pytest.mark.parametrize("name", FREE)
+def test_a_cpu_takes_the_start_of_every_op_that_makes_a_value(name):
+    op, cpu = FREE[name], replace(GPU, kind="cpu")
+    times = op_time(op, cpu)
+    expected = cpu.kernel_launch_s * bool(op.output_shapes)
+    assert (times.forward_s, times.backward_s) == (expected, expected * op.requires_grad)
+
+
 def test_ops_without_gradient_have_no_backward():
     op = make("aten.gelu.default", (X,), (X,), grads=(False,))
     times = op_time(op, GPU)

@@ -188,6 +188,7 @@ LINKS = profile_of(
         (link(AR, 2, "network", 1024), 100.0),
         (link(AR, 4, "network", 1024, packed=2), 200.0),
         (link(SEND, 2, "network", 1024), 300.0),
+        (link(CollectiveOp.BARRIER, 2, "network", 0), 7.0),
     )
 )
 
@@ -215,3 +216,9 @@ def test_collectives_are_those_of_the_group_and_its_level():
     assert seconds(SEND, 1024, 2, 4) == 300.0
     assert seconds(SEND, 1024, 2, 1) == "model"
     assert seconds(CollectiveOp.ALL_GATHER, 1024, 2, 1) == "model"
+
+
+def test_what_ranks_wait_for_each_other_is_measured_or_nothing():
+    assert seconds(CollectiveOp.BARRIER, 0, 2, 4) == 7.0
+    axis = Axis(name="a", size=2, stride=1)
+    assert axis_collective_time_s(CollectiveOp.BARRIER, 0, axis, NODES, measured=LINKS) == 0.0

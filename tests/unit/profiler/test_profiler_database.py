@@ -14,7 +14,7 @@ from autopar.costs.clusters import parse_cluster
 from autopar.costs.profiles import LinkKey, LinkRecord, Machine, OpRecord, Profile, Timing
 from autopar.errors import InputError
 from autopar.ir.collective import CollectiveOp
-from autopar.profiler.database import FATAL, Database, read_database
+from autopar.profiler.database import FATAL, VERSION, Database, read_database
 from autopar.profiler.files import (
     from_json,
     merge,
@@ -119,7 +119,7 @@ def older(path):
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 0")
     connection.close()
-    return "version 0, expected 1"
+    return f"version 0, expected {VERSION}"
 
 
 def cut_off(path):
@@ -134,8 +134,8 @@ def json_of_others(path):
 
 
 def old_json(path):
-    path.write_text(to_json((PROFILE,)).replace('"version": 1', '"version": 7'))
-    return "version 7, expected 1"
+    path.write_text(to_json((PROFILE,)).replace(f'"version": {VERSION}', '"version": 7'))
+    return f"version 7, expected {VERSION}"
 
 
 def wrong_json(path):

@@ -251,9 +251,9 @@ def test_a_group_that_fails_has_the_reason(tmp_path):
     with Database(tmp_path / "p.sqlite", MACHINE) as database:
         profiler = Profiler(database=database, limits=NO_LIMITS)
         outcome = profiler.links([request], Broken(), CPU)
-        assert outcome.measured == 0 and len(outcome.reasons) == len(request.keys) == 4
+        assert outcome.measured == 0 and len(outcome.reasons) == len(request.keys) == 5
         assert {reason for _, reason in outcome.reasons} == {"ValueError: no route"}
-        assert profiler.links([request], Broken(), CPU).known == 4
+        assert profiler.links([request], Broken(), CPU).known == 5
 
 
 def test_the_clock_of_a_cpu_stands_still_while_others_run():

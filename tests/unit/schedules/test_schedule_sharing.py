@@ -26,7 +26,7 @@ def timeline(name: str, ranks: int, micro_batches: int, *, send_s: float = 0.0) 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_with_a_core_for_each_nothing_changes(step):
-    alone = timeline(*step, send_s=0.25)
+    alone = timeline(*step)
     found = share_cores(alone, 1.0, (0.25,) * step[1], (0.5,) * step[1])
     shared, ends_s = found.timeline, found.end_s
     assert found.begin_s == (0.25,) * step[1]
@@ -74,6 +74,24 @@ def test_a_message_is_waited_for():
     alone = timeline("1f1b", 2, 1, send_s=0.5)
     shared = share_cores(alone, 2.0, (0.0, 0.0), (0.0, 0.0)).timeline
     assert shared.step_s == pytest.approx(0.5 + 0.5 + 0.5 + 1.0 + 0.5 + 1.0)
+
+
+def test_a_message_takes_its_senders_part():
+    # one core: two forwards of 1 s and the message between them, then the other rank's beside
+    alone = timeline("gpipe", 2, 2, send_s=0.5)
+    shared = share_cores(alone, 2.0, (0.0, 0.0), (0.0, 0.0)).timeline
+    assert shared.start_s[0][:3] == pytest.approx((0.0, 0.5, 1.0))
+    load = StageLoad(forward_s=1.0, backward_s=2.0, send_forward_s=0.5, send_backward_s=0.5)
+    step = simulate_step(build_schedule("gpipe", 2, 2), (load,) * 2, slowdown=2.0)
+    assert (
+        step.step_s
+        > simulate_step(
+            build_schedule("gpipe", 2, 2),
+            (StageLoad(forward_s=1.0, backward_s=2.0),) * 2,
+            slowdown=2.0,
+        ).step_s
+    )
+    assert min(rank.messages_s for rank in step.ranks) >= 2 * 0.5
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
