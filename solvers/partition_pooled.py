@@ -9,12 +9,18 @@ weight of the longest rank,
 
 as a maximum is at least any mean. The shares are such that no rank is cheaper than another, though
 less is held on some or some are faster: or else all blocks would go there.
+
+Of the transients of a rank's blocks the largest counts: no less than the least of every class, and
+no less than the mean of the blocks of one class. A rank with more of these than some number, that
+the mean may be of, takes too long.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import copy
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +36,8 @@ _ROUNDING = 1e-12
 _PRICES = 16
 _HALVINGS = 30
 _AROUND = 1
+_CROWDED = 1.3
+"""What a rank that is too full makes of the cheapest bound at the least."""
 
 
 class _Stages:
@@ -53,14 +61,21 @@ class _Class:
     def __init__(self, problem: PartitionProblem, stages: _Stages, kind: int, count: int) -> None:
         options = problem.classes[kind]
         self.count = count
-        here = stages.device[:, None] == np.array([o.device for o in options])
-        times = stages.scale[:, None] * np.array([o.time_s for o in options])
-        self.time = np.where(here, times, np.inf)
+        self.seconds = np.array([o.time_s for o in options])
+        self.device = np.array([o.device for o in options])
+        here = stages.device[:, None] == self.device
+        self.time = np.where(here, stages.scale[:, None] * self.seconds, np.inf)
         self.sync = np.array([o.sync_s for o in options])
         static = np.array([o.static_bytes for o in options])
         saved = np.array([o.saved_bytes for o in options])
         self.used = static + stages.in_flight[:, None] * saved
-        self.transient = min(o.transient_bytes for o in options)
+        self.transients = np.array([o.transient_bytes for o in options])
+
+    def sharing(self, blocks: int) -> _Class:
+        """The same where so many blocks share what the largest of them needs to run."""
+        shared = copy(self)
+        shared.used = self.used + self.transients / blocks
+        return shared
 
 
 def pooled_bound(problem: PartitionProblem) -> float:
@@ -73,31 +88,71 @@ def pooled_bound(problem: PartitionProblem) -> float:
     classes = [_Class(problem, stages, *item) for item in sorted(Counter(problem.blocks).items())]
     ranks = problem.rank_stages()
     free = sum(problem.capacity_bytes[held[0]] for held in ranks) * (1 + CAPACITY_TOLERANCE)
-    free -= sum(problem.stage_fixed_bytes) + _least_transients(classes, len(ranks))
-    if sum(c.count * _least_bytes(c) for c in classes) > free * (1 + _ROUNDING):
-        return math.inf
-    weight, cuts = problem.bottleneck_weight, least_cuts(problem)
+    free -= sum(problem.stage_fixed_bytes)
     alike = on_any_device(problem)
-    longest = weight * max(least_bottleneck(alike), least_fill(alike))
-    if math.isinf(longest):
+    longest = problem.bottleneck_weight * max(least_bottleneck(alike), least_fill(alike))
+    most, full, crowded = _fullest(problem, classes, cheap)
+    room = free - _least_transients(classes, len(ranks))
+    if math.isinf(longest) or not (_fits(classes, room) and _fits(_running(classes, most), free)):
         return math.inf
+    alone = _priced(problem, stages, classes, room, longest)
+    together = _priced(problem, stages, _running(classes, full), free, longest)
+    return max(cheap, alone, min(crowded, together))
+
+
+def _fullest(
+    problem: PartitionProblem, classes: list[_Class], cheap: float
+) -> tuple[int, int, float]:
+    """The most blocks that a rank can have, a number that takes too long to pass, and what it takes
+    then."""
+    ranks, weight = len(problem.rank_stages()), problem.bottleneck_weight
+    most = len(problem.blocks) - (ranks - 1) * problem.min_blocks
+    times = sorted(float(c.time.min()) for c in classes for _ in range(c.count))
+    total, taken = sum(times) + least_cuts(problem), list(accumulate(times))
+    for full in range(-(-len(times) // ranks), most):
+        crowded = (total + weight * taken[full]) * (1 - _ROUNDING)
+        if crowded >= _CROWDED * cheap:
+            return most, full, crowded
+    return most, most, math.inf
+
+
+def _running(classes: list[_Class], most: int) -> list[_Class]:
+    """The classes where ranks hold `most` blocks, and have room for the mean of what those of the
+    commonest class need to run."""
+    common = max(classes, key=lambda c: c.count)
+    return [c.sharing(min(most, c.count)) if c is common else c for c in classes]
+
+
+def _fits(classes: list[_Class], free: float) -> bool:
+    return sum(c.count * _least_bytes(c) for c in classes) <= free * (1 + _ROUNDING)
+
+
+def _priced(
+    problem: PartitionProblem,
+    stages: _Stages,
+    classes: list[_Class],
+    free: float,
+    longest: float,
+) -> float:
+    """The bound by prices, for classes that use what they do of the `free` bytes."""
+    ranks, weight, cuts = len(problem.rank_stages()), problem.bottleneck_weight, least_cuts(problem)
     once = np.ones(len(stages.rank))
-    even = np.full(len(stages.several), 1.0 / len(ranks))
-    best, found, prices = cheap, [], _prices(problem)
+    even = np.full(len(stages.several), 1.0 / ranks)
+    best, found, prices = 0.0, [], _prices(classes, stages)
     for price in prices:
         # the longest rank by itself, or by the mean of all
-        alone = _least(classes, once, price, len(ranks))
+        alone = _least(classes, once, price, ranks)
         best = max(best, _surely(alone + longest + cuts, price * free))
-        dear = price * (1.0 + weight / len(ranks))
-        total = _least(classes, 1.0 + weight * even[stages.rank], dear, len(ranks))
+        dear = price * (1.0 + weight / ranks)
+        total = _least(classes, 1.0 + weight * even[stages.rank], dear, ranks)
         found.append(_surely(total + cuts, dear * free))
     best = max(best, *found)
     # what is least in a price has one peak: other shares are worth their time about there
     peak = found.index(max(found))
     for price in prices[max(0, peak - _AROUND) : peak + _AROUND + 1]:
-        dear = price * (1.0 + weight / len(ranks))
+        dear = price * (1.0 + weight / ranks)
         shares = _shares(classes, stages, weight, dear)
-        total = _least(classes, 1.0 + weight * shares[stages.rank], dear, len(ranks))
+        total = _least(classes, 1.0 + weight * shares[stages.rank], dear, ranks)
         best = max(best, _surely(total + cuts, dear * free))
     return best
 
@@ -105,7 +160,8 @@ def pooled_bound(problem: PartitionProblem) -> float:
 def _least_transients(classes: list[_Class], ranks: int) -> float:
     """The largest transients of all ranks together at the least: one of them has the largest of
     all, and each of the others some other block."""
-    ordered = sorted((c.transient for c in classes for _ in range(c.count)), reverse=True)
+    least = ((float(c.transients.min()), c.count) for c in classes)
+    ordered = sorted((each for each, count in least for _ in range(count)), reverse=True)
     return ordered[0] + sum(ordered[len(ordered) - ranks + 1 :])
 
 
@@ -124,15 +180,12 @@ def _least(classes: list[_Class], factor: Array, price: float, ranks: int) -> fl
     return sum(c.count * float(cost.min()) for c, cost in zip(classes, costs, strict=True))
 
 
-def _prices(problem: PartitionProblem) -> list[float]:
+def _prices(classes: list[_Class], stages: _Stages) -> list[float]:
     """Seconds per byte at which a block would change its option, a few of them, and none."""
-    rates, in_flight = {0.0}, float(np.mean(problem.in_flight))
-    for kind in sorted(set(problem.blocks)):
-        options = problem.classes[kind]
-        time = np.array([o.time_s for o in options])
-        device = np.array([o.device for o in options])
-        used = np.array([o.static_bytes + in_flight * o.saved_bytes for o in options])
-        alike = device[:, None] == device
+    rates = {0.0}
+    for c in classes:
+        time, used = c.seconds, c.used.mean(axis=0)
+        alike = c.device[:, None] == c.device
         i, j = np.nonzero(alike & (used[:, None] > used) & (time[:, None] < time))
         rates.update(((time[j] - time[i]) / (used[i] - used[j])).tolist())
     ordered = sorted(rates)

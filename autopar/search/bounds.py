@@ -13,7 +13,7 @@ import numpy as np
 from autopar.costs.memory import reserve_bytes
 from autopar.ir.collective import CollectiveOp
 from autopar.search.floors import Floors
-from autopar.search.frontier import Frontiers
+from autopar.search.frontier import Frontiers, keeps_one_less
 from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pipelines import Shares, Weights, equal_step, has_closed_form, least_step
@@ -259,7 +259,7 @@ class Bounds:
         """The same with what classes take where bytes have a price; None where that is not known:
         with several numbers in flight of which one is none."""
         in_flight = problem.in_flight
-        if grid.pipe.runs_backwards_last and not grid.pipe.splits_backward:
+        if keeps_one_less(grid):
             if min(in_flight) < 1:
                 return None
             in_flight = tuple(held - 1 for held in in_flight)

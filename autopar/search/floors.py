@@ -22,13 +22,16 @@ from autopar.rules.index_expr import LOCAL
 from autopar.search.block import BlockSpace
 from autopar.search.grid import Grid
 from autopar.search.least_kept import LeastStorages
+from autopar.search.least_peak import LeastPeak
 from autopar.search.options import OVERLAPS, cold_share
 from autopar.search.pricer import Pricer
 from autopar.search.state import (
+    PREFETCHED,
     UNSPLIT,
     ParameterState,
     ZeroChoice,
     accumulated_numel,
+    accumulates,
     accumulation_width,
     again_shares,
     gather_seconds,
@@ -48,11 +51,14 @@ Array = NDArray[np.float64]
 class Floor(NamedTuple):
     """The least that the parameters of a class take under one ZeRO choice, whatever their layouts.
 
-    `held_bytes` all the time; a step `once_s`, and `early_s` that may hide behind compute; a
-    micro-batch `gather_s`, which may hide, and what adding `summed` elements of gradients takes.
+    `held_bytes` all the time, `state_bytes` of them no gradients, and `running_bytes` besides while
+    the block runs; a step `once_s`, and `early_s` that may hide behind compute; a micro-batch
+    `gather_s`, which may hide, and what adding `summed` elements of gradients takes.
     """
 
     held_bytes: float = 0.0
+    state_bytes: float = 0.0
+    running_bytes: float = 0.0
     once_s: float = 0.0
     early_s: float = 0.0
     gather_s: float = 0.0
@@ -61,13 +67,13 @@ class Floor(NamedTuple):
 
 class _Floors(NamedTuple):
     """The floors of a class on a grid: for every ZeRO choice those of its parameters, by dtype;
-    bytes saved, held for weight gradients that are computed later, and there when its backward
-    begins."""
+    bytes saved, held for weight gradients that are computed later, and there at the peak of its
+    backward."""
 
     choices: tuple[Mapping[str, Floor], ...]
     saved_bytes: int
     deferred_bytes: int
-    made_bytes: int
+    peak_bytes: int
 
 
 @dataclass
@@ -79,28 +85,34 @@ class Floors:
     _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
     _parameters: dict[object, Array] = field(default_factory=dict)
     _storages: dict[int, LeastStorages] = field(default_factory=dict)
+    _peaks: dict[object, int] = field(default_factory=dict)
+    _moments: dict[int, LeastPeak] = field(default_factory=dict)
 
     def options(
         self, grid: Grid, class_index: int, least_s: float, device: int = 0
     ) -> tuple[BlockOption, ...]:
         """Options of which one is no worse in any respect than any real one, where no pass of both
         directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
-        choices, saved, deferred, made = self._of(grid, class_index)
+        choices, saved, deferred, peak = self._of(grid, class_index)
         hidden = hidden_share(self.pricer, grid.pipe.num_stages)
-        if grid.pipe.splits_backward:
+        splits = grid.pipe.splits_backward
+        replaced = grid.pipe.runs_backwards_last and not splits
+        if splits:
             saved = max(saved, deferred)
         options = []
         for by_dtype in choices:
             each = Floor(*map(sum, zip(Floor(), *by_dtype.values(), strict=True)))
             once_s = least_s + each.gather_s - hidden * min(each.gather_s, least_s)
+            state, held = each.held_bytes, each.held_bytes + saved
+            if replaced:  # gradients come as what is saved goes, once
+                state, held = each.state_bytes, max(each.held_bytes, float(saved))
             options.append(
                 BlockOption(
                     time_s=once_s + self._summed_s(grid, by_dtype),
-                    # gradients may come as what is saved goes, once
-                    static_bytes=max(0.0, each.held_bytes - saved),
+                    static_bytes=held - saved,
                     saved_bytes=float(saved),
-                    # what is not kept is made again, where gradients may come later
-                    transient_bytes=max(0.0, made - max(saved, each.held_bytes)),
+                    # what is not kept is made again
+                    transient_bytes=max(0.0, state + peak - held) + each.running_bytes,
                     sync_s=each.once_s + (1.0 - hidden) * each.early_s,
                     device=device,
                 )
@@ -111,6 +123,10 @@ class Floors:
         """Bytes that are saved at the least, and those held for weight gradients computed later."""
         _, saved, deferred, _ = self._of(grid, class_index)
         return saved, deferred
+
+    def peak_bytes(self, grid: Grid, class_index: int) -> int:
+        """What the backward of a block holds at its peak, beside parameters."""
+        return self._of(grid, class_index).peak_bytes
 
     def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
         """Seconds to add up gradients in a micro-batch."""
@@ -131,7 +147,7 @@ class Floors:
                 self._of_parameters(grid, block, space),
                 _saved_bytes(pricer, grid, block, space),
                 _deferred_bytes(pricer, grid, block, space),
-                self._made_bytes(grid, block, space),
+                self._peak_bytes(grid, block, space),
             )
         return self._found[key]
 
@@ -141,11 +157,18 @@ class Floors:
             self._storages[id(space)] = LeastStorages(space, self.pricer.setting.storage)
         return self._storages[id(space)]
 
-    def _made_bytes(self, grid: Grid, block: Block, space: BlockSpace) -> int:
-        """All that the backward of a block reads, beside parameters: when it begins it is there,
-        kept or made again."""
-        least = self.storages(space).at(self.pricer.prices(grid))
-        return least.made_bytes(self.pricer.saved(block))
+    def _peak_bytes(self, grid: Grid, block: Block, space: BlockSpace) -> int:
+        """What the backward of a block holds at its peak, beside parameters."""
+        key = (block.class_index, grid.mesh, grid.micro_batch)
+        if key not in self._peaks:
+            setting, prices = self.pricer.setting, self.pricer.prices(grid)
+            if id(space) not in self._moments:
+                self._moments[id(space)] = LeastPeak(
+                    space, self.pricer.saved(block), setting.storage, setting.source_refs
+                )
+            storages = self.storages(space).at(prices)
+            self._peaks[key] = self._moments[id(space)].nbytes(prices, storages)
+        return self._peaks[key]
 
     def _of_parameters(
         self, grid: Grid, block: Block, space: BlockSpace
@@ -214,8 +237,10 @@ def _parameter_floor(
     pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState, kept: bool
 ) -> Floor:
     source = pricer.setting.sources[ref.name]
-    gather_s = once_s = early_s = summed = 0.0
+    gather_s = once_s = early_s = summed = running = 0.0
+    prices = pricer.prices(grid)
     if state.level == 3:
+        running += PREFETCHED * prices.local_bytes(ref, state.layout)
         passes = 1.0 + kept * min(again_shares(pricer.setting, grid))
         gather_s += passes * gather_seconds(pricer, grid, ref, state)
     if source.trainable:
@@ -226,8 +251,11 @@ def _parameter_floor(
             gather_s += seconds * ("reduce" in kinds)
         summed = float(accumulated_numel(pricer, grid, ref, state))
         once_s += optimizer_seconds(pricer, grid, ref, state)
-    held = parameter_bytes(pricer, ref, state, pricer.prices(grid), grid)
-    return Floor(sum(held), once_s, early_s, gather_s, summed)
+        if state.level >= 2 and not accumulates(pricer.setting, grid, state.level):
+            whole = ParameterState(layout=state.layout)
+            running += parameter_bytes(pricer, ref, whole, prices, grid).gradients
+    held = parameter_bytes(pricer, ref, state, prices, grid)
+    return Floor(sum(held), sum(held) - held.gradients, running, once_s, early_s, gather_s, summed)
 
 
 def _saved_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:

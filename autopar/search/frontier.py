@@ -34,12 +34,19 @@ _DEPTH = 2
 _WORTH = 0.02
 
 
+def keeps_one_less(grid: Grid) -> bool:
+    """Whether what one of several micro-batches saved is not counted where gradients are."""
+    pipe = grid.pipe
+    return pipe.runs_backwards_last and pipe.micro_batches > 1 and not pipe.splits_backward
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """Corners of the seconds of a micro-batch and the bytes held, and the seconds that a step takes
-    once at the least."""
+    """Corners of the seconds of a micro-batch and the bytes held, the seconds that a step takes
+    once at the least, and the least that is held but gradients."""
 
     once_s: float
+    state_bytes: float
     corners: tuple[tuple[float, float], ...]
 
 
@@ -55,8 +62,10 @@ class Frontiers:
     def options(self, grid: Grid, class_index: int, device: int = 0) -> tuple[BlockOption, ...]:
         """Options of which some mix is no worse than any real one in any respect.
 
-        Where all backwards come last, gradients take the place of what one micro-batch saved, which
-        is left out: there is one less in flight.
+        Gradients may take the place of what one micro-batch saved: of several, where all backwards
+        come last, it is left out (`keeps_one_less`), of one alone the gradients are. Counted among
+        the bytes held is a block's part of the weights that it gathers to run, if all blocks share
+        a rank.
         """
         key = (grid.base, class_index)
         if key not in self._states:
@@ -68,16 +77,24 @@ class Frontiers:
             return ()
         given, deferred = self.floors.kept_bytes(grid, class_index)
         least = float(max(given, deferred) if grid.pipe.splits_backward else given)
+        less = keeps_one_less(grid)
+        peak = self.floors.peak_bytes(grid, class_index)
+        found = [
+            (time_s + again_s, held, kept, state.state_bytes + peak - held if less else peak - kept)
+            for time_s, held in state.corners
+            for again_s, kept in corners(self._lines[problem], least)
+        ]
+        runs = min(running for *_, running in found) >= 0  # a mix of them would not do otherwise
         return tuple(
             BlockOption(
-                time_s=time_s + again_s,
+                time_s=time_s,
                 static_bytes=held,
                 saved_bytes=kept,
                 sync_s=state.once_s,
+                transient_bytes=running if runs else 0.0,
                 device=device,
             )
-            for time_s, held in state.corners
-            for again_s, kept in corners(self._lines[problem], least)
+            for time_s, held, kept, running in found
         )
 
     def _state(self, grid: Grid, class_index: int) -> _State | None:
@@ -91,7 +108,11 @@ class Frontiers:
             lean = trade.solve(_DEAR * max(fast.line[1], 1e-9) / fast.held)
             if lean is not None:
                 lines += [lean.line, *_between(trade, fast, lean, _DEPTH)]
-        return _State(once_s=trade.least_once_s, corners=tuple(corners(lines, trade.least_held)))
+        return _State(
+            once_s=trade.least_once_s,
+            state_bytes=trade.least_state,
+            corners=tuple(corners(lines, trade.least_held)),
+        )
 
     def _keeps(self, grid: Grid, class_index: int) -> list[Line]:
         """Steps run again against what is kept: prices of a byte, and the least of both."""
@@ -133,15 +154,18 @@ class _Trade:
         choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
         tables = [floors.of_layouts(grid, block, space, choice) for choice in choices]
         self._tables: dict[Ref, tuple[Array, Array]] = {}
-        self.least_held = self._least_more_s = self.least_once_s = 0.0
+        self.least_held = self.least_state = self._least_more_s = self.least_once_s = 0.0
+        blocks = len(pricer.setting.chain.blocks)
         for ref in block.parameters:
             floors_of = np.stack([table[ref] for table in tables])  # [choice, layout, field]
-            held, step_s, early_s, gather_s, summed = np.moveaxis(floors_of, -1, 0)
+            held, kept, running, step_s, early_s, gather_s, summed = np.moveaxis(floors_of, -1, 0)
+            held = (held if grid.micro_batches > 1 else kept) + running / blocks
             dtype = pricer.setting.sources[ref.name].spec.dtype
             width = accumulation_width(pricer.setting, dtype, grid.micro_batches)
             time_s = (1.0 - hidden) * gather_s + pricer.memory_s(width) * summed
             self._tables[ref] = time_s, held
             self.least_held += float(held.min())
+            self.least_state += float(kept.min())
             self._least_more_s += float(time_s.min())
             self.least_once_s += float((step_s + (1.0 - hidden) * early_s).min())
         fastest = problems.fastest(grid, class_index)

@@ -6,11 +6,11 @@ Any way to run parts of a sharded block again is one of this too, that takes and
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from autopar.costs.saved import SavedExtra, SavedSet
 from autopar.costs.strides import StorageMap
-from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.ir.graph import DTYPE_BYTES, Ref, TensorSpec
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
 from autopar.search.copies import Step, Storage
@@ -49,12 +49,12 @@ class LeastStorages:
                 base: min(prices.local_bytes(ref, layout) for ref, layout in found)
                 for base, found in self._lying.items()
             },
-            like={
+            values={
                 ref: min(prices.local_bytes(ref, layout) for layout in layouts)
-                / DTYPE_BYTES[prices.specs[ref].dtype]
                 for ref, layouts in self._offered.items()
             },
             storage=self._storage,
+            specs=prices.specs,
         )
 
     def _at(self, ref: Ref) -> Storage:
@@ -68,25 +68,27 @@ class PricedStorages:
         self,
         steps: list[Step],
         sizes: dict[Ref, int],
-        like: dict[Ref, float],
+        values: dict[Ref, int],
         storage: StorageMap,
+        specs: Mapping[Ref, TensorSpec],
     ) -> None:
         self.steps = steps
-        self._sizes, self._like, self._storage = sizes, like, storage
+        self._sizes, self._values, self._storage, self._specs = sizes, values, storage, specs
 
     def nbytes(self, storage: Storage) -> int:
         """Local bytes of a storage."""
         return self._sizes.get(storage[0], 0)
 
+    def value_bytes(self, ref: Ref) -> int:
+        """Local bytes of a value by itself, or of its gradient."""
+        return self._values.get(ref, 0)
+
     def extra_bytes(self, extra: SavedExtra) -> float:
         """Local bytes of a tensor that is kept but is no value of the graph."""
-        return extra.bytes_per_element * self._like.get(extra.like, 0.0)
-
-    def made_bytes(self, saved: SavedSet) -> int:
-        """Bytes of all that the backward reads: they are there when it begins, kept or made
-        again."""
-        extras = sum(map(self.extra_bytes, saved.extras))
-        return sum(self._sizes.get(value.ref, 0) for value in saved.values) + round(extras)
+        if extra.like not in self._values:
+            return 0.0
+        itemsize = DTYPE_BYTES[self._specs[extra.like].dtype]
+        return extra.bytes_per_element * self._values[extra.like] / itemsize
 
     def kept(self, saved: SavedSet, held: Collection[Ref]) -> set[Storage]:
         """Storages kept for backward, without those of the values in `held`."""

@@ -138,14 +138,15 @@ class Planner:
     def _drain(self, queue: list[Entry], seen: Seen) -> None:
         """Look at grids, those first that promise most, until none left can be better.
 
-        The few that look best are followed to the end first. Once the time is up the best plan will
-        do; where there is none, the first that is found of the grids that are quick to solve.
+        The few that look best are followed to the end first, and then the neighbours of the best
+        plan. Once the time is up that will do; where there is none, the first that is found of the
+        grids that are quick to solve.
         """
         dive = Dive(seen)
         queue = dive.ordered(queue)
         while queue:
             late = self._late
-            if dive.ends():
+            if dive.moves():
                 queue = dive.ordered(queue)
             entry = pop_quick(queue) if late and not seen.compares else heapq.heappop(queue)
             bound, grid = entry.bound, entry.grid

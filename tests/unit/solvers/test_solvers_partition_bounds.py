@@ -177,3 +177,18 @@ def test_ranks_have_room_for_the_block_that_needs_the_most_to_run():
     assert pooled_bound(dataclasses.replace(both, capacity_bytes=(7.4,) * 2)) == math.inf
     assert pooled_bound(dataclasses.replace(both, capacity_bytes=(7.5,) * 2)) < math.inf
     assert pooled_bound(roomy) <= best_partition(roomy) < math.inf
+
+
+def test_blocks_that_keep_little_need_room_to_run():
+    """Two blocks that are kept are too large for a rank, and so is one beside one that runs."""
+    keep = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=6.0)
+    again = BlockOption(time_s=2.0, static_bytes=0.0, saved_bytes=1.0, transient_bytes=8.0)
+    freely = dataclasses.replace(again, transient_bytes=0.0)
+    problem = chain(4, 2, keep, again, capacity=(10.5,) * 2)
+    best = best_partition(problem)
+    assert pooled_bound(problem) <= best == pytest.approx(best_partition(chain(4, 2, again)))
+    free = chain(4, 2, keep, freely, capacity=(10.5,) * 2)
+    assert pooled_bound(free) < 0.9 * pooled_bound(problem)
+    alone = chain(3, 1, keep, again, capacity=(10.5,))
+    assert pooled_bound(alone) == best_partition(alone) == math.inf
+    assert pooled_bound(chain(3, 1, keep, freely, capacity=(10.5,))) < math.inf
