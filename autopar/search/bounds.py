@@ -46,7 +46,7 @@ class Bound(NamedTuple):
 class Sharpness(IntEnum):
     """What a bound has in it: every op at its fastest; what parameters take and hold; the moves
     between ops too; how long forwards and backwards take a schedule to start and to end; what
-    stages have in flight; and the schedule's real bubble."""
+    stages have in flight; and what bytes cost, and the schedule's real bubble."""
 
     COMPUTE = 0
     HELD = 1
@@ -85,9 +85,7 @@ class Bounds:
         if sharpness == Sharpness.SHARDED:
             return self._held(grid, self._started_weights(grid), self._fastest), Sharpness.STARTED
         if sharpness == Sharpness.STARTED:
-            closed = has_closed_form(grid.pipe, self._slowdown)
-            sharp = Sharpness.SCHEDULED if closed else Sharpness.IN_FLIGHT
-            return self._scheduled(grid, self._started_weights(grid)), sharp
+            return self._in_flight(grid, self._started_weights(grid)), Sharpness.IN_FLIGHT
         return self._scheduled(grid, self.weights(grid)), Sharpness.SCHEDULED
 
     def sharded(self, grid: Grid) -> float:
@@ -241,19 +239,29 @@ class Bounds:
         )
         return Bound(max(plain, pooled_bound(problem)), plain)
 
-    def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
-        """The same with all that each stage has in flight, and with every stage in its own memory
-        where that is quick to tell."""
+    def _in_flight(self, grid: Grid, weights: Weights) -> Bound:
+        """The same with all that each stage has in flight."""
         sharded = self._held(grid, weights, self._fastest)
         if not grid.pipe.flushes or sharded.step_s == inf:
             return sharded
-        classes = self._floor_classes(grid, self._fastest)
-        problem = chain_problem(self.pricer, grid, classes, weights, messages=False)
-        full = max(sharded.step_s, pooled_bound(problem))
-        if full < inf and grid.pipe.num_stages <= _STAGES:
+        full = pooled_bound(self._stage_problem(grid, weights))
+        return sharded._replace(step_s=max(sharded.step_s, full))
+
+    def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
+        """The same with what bytes cost, and with every stage in its own memory where that is quick
+        to tell."""
+        known = self._in_flight(grid, weights)
+        if not grid.pipe.flushes or known.step_s == inf:
+            return known
+        problem, full = self._stage_problem(grid, weights), known.step_s
+        if grid.pipe.num_stages <= _STAGES:
             full = max(full, relaxed_bound(problem, get_backend(self.pricer.setting.backend)))
         priced = self._priced(grid, problem) if full < inf else None
-        return sharded._replace(step_s=full if priced is None else max(full, pooled_bound(priced)))
+        return known._replace(step_s=full if priced is None else max(full, pooled_bound(priced)))
+
+    def _stage_problem(self, grid: Grid, weights: Weights) -> PartitionProblem:
+        classes = self._floor_classes(grid, self._fastest)
+        return chain_problem(self.pricer, grid, classes, weights, messages=False)
 
     def _priced(self, grid: Grid, problem: PartitionProblem) -> PartitionProblem | None:
         """The same with what classes take where bytes have a price; None where that is not known:

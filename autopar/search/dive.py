@@ -30,7 +30,7 @@ _UNFIT = 1.2
 """The same of grids for every one of their pipeline and schedule that did not fit."""
 
 _FAR = 2.0
-"""The same of grids for every decision more than one in which they differ from the best."""
+"""The same of grids that are no neighbours of the best: they differ in more than one decision."""
 
 
 class Dive:
@@ -55,8 +55,7 @@ class Dive:
         grid = entry.grid
         later = 1.0 if (grid.schedule, grid.chunks) == FREE[0] else _LATER
         if self._best is not None:
-            further: float = _FAR ** max(0, _steps(grid, self._best.grid) - 1)
-            return further * later
+            return later if _steps(grid, self._best.grid) <= 1 else _FAR
         if self._seen.compares:
             return 1.0
         rise: float = _RISE ** (Sharpness.SCHEDULED - entry.sharpness)
