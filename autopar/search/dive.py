@@ -29,7 +29,7 @@ others are its neighbours."""
 _UNFIT = 1.2
 """The same of grids for every one of their pipeline and schedule that did not fit."""
 
-_FAR = 2.0
+_FAR = 3.0
 """The same of grids that are no neighbours of the best: they differ in more than one decision."""
 
 
