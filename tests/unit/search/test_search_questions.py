@@ -8,7 +8,7 @@ import torch
 
 from autopar.capture import capture
 from autopar.compiler import PlanOptions, plan_captured
-from autopar.search import simulated
+from autopar.search import planner, simulated
 from model_zoo.mlp import MLP
 
 BATCH = 512
@@ -79,6 +79,20 @@ def test_the_plan_is_the_fastest_of_those_simulated(monkeypatch, plan, best):
     assert other.prediction.step_s < best.prediction.step_s
     assert (technique(other), other.training) != (technique(best), best.training)
     assert other.certificate.objective_s <= other.prediction.step_s
+
+
+def test_what_was_solved_is_not_solved_again(monkeypatch, plan):
+    """The answer that the search ends with is the one that it found."""
+    solved = []
+    solve = planner.solve_stages
+
+    def counted(pricer, grid, options, problem, **limits):
+        solved.append((grid, problem))
+        return solve(pricer, grid, options, problem, **limits)
+
+    monkeypatch.setattr(planner, "solve_stages", counted)
+    assert plan(top=1).certificate.solved > 1
+    assert len(solved) == len(set(solved))
 
 
 def test_a_runner_up_says_in_what_it_loses(ranked):
