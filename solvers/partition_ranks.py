@@ -32,8 +32,9 @@ from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
-from solvers.partition_splits import Place, SplitPricer
+from solvers.partition_splits import SplitPricer
 from solvers.partition_table import PriceTable
+from solvers.partition_weighing import Place
 from solvers.solution import CAPACITY_TOLERANCE
 
 _MAX_LAYOUTS = 512

@@ -3,7 +3,7 @@
 A rank's blocks may be dealt out to its stages in many ways, of which those that leave one stage
 much longer than the others are good for nothing. So the others are gone through one by one, each a
 knapsack like that of a stage; all that are left out have a stage of so many blocks at the least,
-and take the least time that these blocks can take on any of the rank's stages.
+and count for what that is worth (`partition_weighing`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +22,12 @@ from solvers.partition_counting import Counting
 from solvers.partition_dealing import most_of_one, near_even
 from solvers.partition_frontier import ClassTable
 from solvers.partition_pricing import Array, Price, Pricer, StageKind
+from solvers.partition_weighing import Place, Weighing
 
 _PRICED = 6
 """Splits that are priced, those first that may count the least; others are bounded."""
 _FEW_BLOCKS = 8
 """Blocks of a rank up to which its splits are priced exactly."""
-_PARTS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""How much more than others one of the stages is weighed to bound what their longest counts for."""
-_TILTS = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
-"""How much more stages are weighed than others by how much less they hold."""
 _MOVES = 8
 """Blocks that are moved at the most from the longest stage of the best split to the shortest."""
 _THRESHOLDS = 2
@@ -41,16 +37,6 @@ _MANY = 256
 other numbers are bounded."""
 _NEAR = (0.6, 1.3)
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """What a stage of a rank offers: the tables of its sure blocks, in their order, and for every
-    run of blocks one, or None where the stage does not reach it."""
-
-    sure: tuple[ClassTable, ...]
-    runs: tuple[ClassTable | None, ...]
-    cuts_s: float
 
 
 class SplitPricer(Pricer):
@@ -103,7 +89,9 @@ class SplitPricer(Pricer):
             deadline=deadline,
         )
         self._bounds: dict[int, tuple[Array, Array]] = {}
-        self._tables: dict[tuple[int, tuple[float, ...]], list[ClassTable]] = {}
+        self._weighing = Weighing(
+            even=self.even, places=places, counting=counting, sure=self.num_sure
+        )
 
     def _reached(self, places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
         """Per run, the stages that reach it."""
@@ -159,7 +147,7 @@ class SplitPricer(Pricer):
                 times[: len(rows), composition] = time_s[rows]
                 counts[: len(rows), composition] = counts_s[rows]
             times[-1], counts[-1] = self._left_out(kind)
-            counts = np.maximum(counts, self._tilted_counts(kind))
+            counts = np.maximum(counts, self._weighing.of_any(kind, self.compositions))
             counts[np.isinf(times)] = np.inf
             self._bounds[kind] = times, counts
         return self._bounds[kind]
@@ -182,23 +170,24 @@ class SplitPricer(Pricer):
     def _left_out(self, kind: int) -> tuple[Array, Array]:
         """The least time and count of the splits that are not gone through; inf where none is."""
         device = self.kinds[kind].device
-        places, reached = self.places[device], self.reached[device]
-        longest_s = np.full(len(self.compositions), np.inf)
-        for run, stages in enumerate(reached):
-            tables = [places[p].runs[run] for p in stages]
-            fastest_s = min((float(t.time.min()) for t in tables if t is not None), default=0.0)
-            for composition, n in enumerate(self.compositions[:, self.num_sure + run].tolist()):
-                if not self.near[composition]:
-                    more = -(-n // max(len(stages), 1))
-                else:
-                    more = most_of_one(n, len(stages)) + 1
-                    if len(stages) < 2:
-                        continue
-                if more <= n:
-                    longest_s[composition] = min(longest_s[composition], more * fastest_s)
-        time_s = np.where(np.isfinite(longest_s), self.lower_time(kind), np.inf)
-        cuts_s = np.array([place.cuts_s for place in places])
-        return time_s, self.counting.least(time_s, longest_s, cuts_s)
+        some = [any(self._long(device, row)) for row in range(len(self.compositions))]
+        time_s = np.where(some, self.lower_time(kind), np.inf)
+        cuts_s = np.array([place.cuts_s for place in self.places[device]])
+        return time_s, self.counting.least(time_s, np.zeros(len(time_s)), cuts_s)
+
+    def _long(self, device: int, composition: int) -> Iterator[tuple[int, int]]:
+        """(run, number) of blocks of one of the runs that some stage has at the least in a split
+        that is not gone through."""
+        for run, stages in enumerate(self.reached[device]):
+            n = int(self.compositions[composition, self.num_sure + run])
+            if not self.near[composition]:
+                number = -(-n // max(len(stages), 1))
+            elif len(stages) < 2:
+                continue
+            else:
+                number = most_of_one(n, len(stages)) + 1
+            if number <= n:
+                yield run, number
 
     def price(self, kind: int, composition: int) -> tuple[Price, ...]:
         """Ways to run so many blocks, those first that count the least, and bounds on others."""
@@ -212,8 +201,13 @@ class SplitPricer(Pricer):
         rows = self.splits[composition]
         counts = counts.copy()
         if len(rows):
-            weighed = self._weighed_counts(kind, rows)
+            weighed = self._weighing.of_splits(kind, self.even.compositions[rows])
             counts[: len(rows)] = np.maximum(counts[: len(rows)], weighed)
+        long = [
+            self._weighing.of_long(kind, self.compositions[composition], *each)
+            for each in self._long(self.kinds[kind].device, composition)
+        ]
+        counts[-1] = max(counts[-1], min(long, default=0.0))
         least_sync = float(self.least_sync(kind)[composition])
         ways: list[Price] = []
         bounds: list[Price] = []
@@ -240,81 +234,6 @@ class SplitPricer(Pricer):
             ways += self._moved(kind, min(ways, key=lambda price: price.count_s))
         ways.sort(key=lambda price: (price.count_s, price.time_s, price.sync_s))
         return ways + [b for b in bounds if not any(_beats(own, b) for own in ways)]
-
-    def _weighed_counts(self, kind: int, rows: NDArray[np.intp]) -> Array:
-        """What splits count for at the least, by weighing one of their stages more than others."""
-        stage = self.kinds[kind]
-        places, counting = self.places[stage.device], self.counting
-        cuts_s = np.array([place.cuts_s for place in places])
-        least = np.zeros(len(rows))
-        for longest in range(len(places)):
-            for part in _PARTS:
-                weights = np.full(len(places), (1 - part) / len(places))
-                weights[longest] += part
-                weights = 1 - counting.share + counting.share * len(places) * weights
-                weighed = Pricer(
-                    kinds=self.kinds,
-                    kind_of_stage=self.kind_of_stage,
-                    classes={stage.device: self._weighed(stage.device, tuple(weights))},
-                    run=self.run,
-                    compositions=self.even.compositions[rows],
-                    weight=self.weight,
-                    deadline=self.deadline,
-                )
-                own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
-                least = np.maximum(least, weighed.relaxed_time(kind) + own_s)
-        return least
-
-    def _tilted_counts(self, kind: int) -> Array:
-        """What any split of every composition counts for at the least, by weighing stages more that
-        hold less: or else all blocks would go there."""
-        stage = self.kinds[kind]
-        device, counting = stage.device, self.counting
-        places = self.places[device]
-        held = np.array(
-            [max(float(t.used(0).max()) for t in own) for own in self._on_place(device)]
-        )
-        lighter = 1 - held / held.mean() if held.all() else np.zeros(len(places))
-        cuts_s = np.array([place.cuts_s for place in places])
-        least = np.zeros(len(self.compositions))
-        for tilt in _TILTS:
-            shares = np.maximum(0.0, 1 + tilt * lighter)
-            weights = 1 - counting.share + counting.share * len(places) * shares / shares.sum()
-            anywhere = Pricer(
-                kinds=self.kinds,
-                kind_of_stage=self.kind_of_stage,
-                classes={device: self._anywhere(device, tuple(weights))},
-                run=self.run,
-                compositions=self.compositions,
-                weight=self.weight,
-                deadline=self.deadline,
-            )
-            own_s = float(weights @ cuts_s) if counting.cuts_in_max else 0.0
-            least = np.maximum(least, anywhere.relaxed_time(kind) + own_s)
-        return least
-
-    def _on_place(self, device: int) -> Iterator[list[ClassTable]]:
-        """What the stages of a rank are offered."""
-        for place in self.places[device]:
-            yield [*place.sure, *(table for table in place.runs if table is not None)]
-
-    def _anywhere(self, device: int, weights: tuple[float, ...]) -> list[ClassTable]:
-        """Sure blocks, and those of runs on any stage, at times weighed by the stage."""
-        weighed = self._weighed(device, weights)
-        found = weighed[: self.num_sure]
-        for run in range(self.num_runs):
-            first = self.num_sure + run * self.width
-            found.append(ClassTable.joined(weighed[first : first + self.width]))
-        return found
-
-    def _weighed(self, device: int, weights: tuple[float, ...]) -> list[ClassTable]:
-        key = (device, weights)
-        if key not in self._tables:
-            self._tables[key] = [
-                table.times(weights[self._place(device, offer)])
-                for offer, table in enumerate(self.even.classes[device])
-            ]
-        return self._tables[key]
 
     def _is_large(self, counts: NDArray[np.intp]) -> bool:
         """Whether so many blocks are not priced exactly."""
@@ -372,7 +291,7 @@ class SplitPricer(Pricer):
                 allowed.append(some)
                 offers.append(
                     Offered(
-                        stage=self._place(stage.device, offer),
+                        stage=self._weighing.place(stage.device, offer),
                         count=count,
                         time=table.time[some] + self.sync_share * table.sync[some],
                         used=table.used(stage.in_flight)[some],
@@ -421,24 +340,15 @@ class SplitPricer(Pricer):
         """What the blocks of every stage take."""
         work_s = np.zeros(len(self.places[device]))
         for offer, option in options:
-            work_s[self._place(device, offer)] += self.even.classes[device][offer].time[option]
+            work_s[self._weighing.place(device, offer)] += self.even.classes[device][offer].time[
+                option
+            ]
         return work_s
 
     def _renumbered(self, price: Price) -> list[tuple[int, int]]:
         options = price.options() if price.options else []
         more = self.num_runs
         return [(offer + more * (offer >= self.num_sure), option) for offer, option in options]
-
-    def _place(self, device: int, offer: int) -> int:
-        """The stage that an offer of the even splits is on."""
-        if offer >= self.num_sure:
-            return (offer - self.num_sure) % self.width
-        seen = 0
-        for index, place in enumerate(self.places[device]):
-            seen += len(place.sure)
-            if offer < seen:
-                return index
-        return 0  # a block that stands for none, and takes no time
 
 
 def _beats(way: Price, bound: Price) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from solvers import partition_dealing, partition_splits
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
+from solvers.partition_ranks import rank_graphs
 
 
 def of_one_rank(blocks: int, capacity: float, share: float) -> PartitionProblem:
@@ -45,13 +48,29 @@ def test_a_split_that_is_left_out_may_be_the_best(monkeypatch):
 
 def test_what_is_left_out_has_a_long_stage():
     """All blocks are fast where less is held, but there are too many for one stage."""
-    assert solve_partition(of_one_rank(40, 200.0, 1.0), method="dp").gap < 0.01
+    assert solve_partition(of_one_rank(40, 200.0, 0.5), method="dp").gap < 0.01
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_ranks_are_bounded_before_their_splits_are_priced(share):
+    """A stage that holds less would take all blocks, were it not the longest then."""
+    problem = of_one_rank(40, 100.0, share)
+    (table,) = (graph.table for graph in rank_graphs(problem.scaled(), math.inf))
+    whole = solve_partition(problem, method="dp")
+    count_s = problem.counted(whole.stage_time_s)
+    assert 0.95 * count_s < table.counts[0][:, -1].min() <= count_s
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_what_is_left_out_has_no_room_to_be_fast(share):
-    """A stage that holds less would take all blocks, were it not the longest then."""
-    assert solve_partition(of_one_rank(40, 100.0, share), method="dp").gap < 0.05
+    """Where one stage is long it, or another, takes the more for its blocks."""
+    assert solve_partition(of_one_rank(40, 100.0, share), method="dp").gap < 0.001
+
+
+@pytest.mark.parametrize("capacity", [120.0, 130.0])
+def test_a_long_stage_has_no_room_to_be_fast(capacity):
+    """It takes the more for its blocks, or others do; neither alone tells as much."""
+    assert solve_partition(of_one_rank(40, capacity, 1.0), method="dp").gap < 0.01
 
 
 @pytest.mark.usefixtures("_even_splits_alone")
