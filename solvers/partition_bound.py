@@ -14,6 +14,7 @@ from solvers.solution import CAPACITY_TOLERANCE
 
 _ROUNDING = 1e-12
 _HALVINGS = 40
+_MULTIPLIERS = 256
 _EXACT = 1e-11
 
 
@@ -36,15 +37,15 @@ def lower_bound(problem: PartitionProblem) -> float:
     work = _least_work(problem, counts, free)
     if math.isinf(work) or len(problem.blocks) < stages * problem.min_blocks:
         return math.inf
-    scales = np.array(problem.time_scale)
+    scales = problem.time_scale
     present = [options for options, n in zip(problem.classes, counts, strict=True) if n]
     boundary = least_cuts(problem)
-    total = work * float(scales.min()) + boundary
-    spread = total if problem.boundary_in_max else work * float(scales.min())
+    total = work * min(scales) + boundary
+    spread = total if problem.boundary_in_max else work * min(scales)
     bottleneck = max(spread / len(ranks), least_bottleneck(problem))
-    if scales.min() > 0:
-        fastest = sum(1 / scales[held].min() for held in ranks)
-        bottleneck = max(bottleneck, work / float(fastest))
+    if min(scales) > 0:
+        fastest = sum(1 / min(scales[k] for k in held) for held in ranks)
+        bottleneck = max(bottleneck, work / fastest)
     least_sync = np.array([min(o.sync_s for o in options) for options in problem.classes])
     longest_sync = max(min(o.sync_s for o in options) for options in present)
     sync = max(float(counts @ least_sync) / len(ranks), longest_sync)
@@ -97,12 +98,12 @@ def _least_work(problem: PartitionProblem, counts: np.ndarray, free: float) -> f
     for time, use in zip(times, used, strict=True):
         i, j = np.nonzero((use[:, None] > use) & (time[:, None] < time))
         multipliers.update(((time[j] - time[i]) / (use[i] - use[j])).tolist())
-    best = 0.0
-    for multiplier in sorted(multipliers)[:256]:
-        least = [float((t + multiplier * u).min()) for t, u in zip(times, used, strict=True)]
-        total = float(counts @ np.array(least))
-        best = max(best, total - multiplier * free - _ROUNDING * (total + multiplier * abs(free)))
-    return best
+    prices = np.array(sorted(multipliers)[:_MULTIPLIERS])
+    each = zip(times, used, strict=True)
+    least = [(t[:, None] + u[:, None] * prices).min(axis=0) for t, u in each]
+    total = counts @ np.array(least)
+    bounds = total - prices * free - _ROUNDING * (total + prices * abs(free))
+    return max(0.0, float(bounds.max()))
 
 
 def least_bottleneck(problem: PartitionProblem) -> float:

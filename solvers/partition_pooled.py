@@ -80,10 +80,10 @@ class _Class:
 
 def pooled_bound(problem: PartitionProblem) -> float:
     """A lower bound on the objective, never below `lower_bound`; inf where nothing fits."""
+    problem = problem.scaled()
     cheap = lower_bound(problem)
     if math.isinf(cheap):
         return cheap
-    problem = problem.scaled()
     stages = _Stages(problem)
     classes = [_Class(problem, stages, *item) for item in sorted(Counter(problem.blocks).items())]
     ranks = problem.rank_stages()
@@ -138,22 +138,21 @@ def _priced(
     ranks, weight, cuts = len(problem.rank_stages()), problem.bottleneck_weight, least_cuts(problem)
     once = np.ones(len(stages.rank))
     even = np.full(len(stages.several), 1.0 / ranks)
-    best, found, prices = 0.0, [], _prices(classes, stages)
-    for price in prices:
-        # the longest rank by itself, or by the mean of all
-        alone = _least(classes, once, price, ranks)
-        best = max(best, _surely(alone + longest + cuts, price * free))
-        dear = price * (1.0 + weight / ranks)
-        total = _least(classes, 1.0 + weight * even[stages.rank], dear, ranks)
-        found.append(_surely(total + cuts, dear * free))
-    best = max(best, *found)
+    prices = np.array(_prices(classes, stages))
+    # the longest rank by itself, or by the mean of all
+    alone = _least(classes, once, prices, ranks)
+    dear = prices * (1.0 + weight / ranks)
+    total = _least(classes, 1.0 + weight * even[stages.rank], dear, ranks)
+    found = _surely(total + cuts, dear * free)
+    best = max(0.0, float(_surely(alone + longest + cuts, prices * free).max()), float(found.max()))
+    if len(stages.several) == 1:  # all shares are even
+        return best
     # what is least in a price has one peak: other shares are worth their time about there
-    peak = found.index(max(found))
-    for price in prices[max(0, peak - _AROUND) : peak + _AROUND + 1]:
-        dear = price * (1.0 + weight / ranks)
-        shares = _shares(classes, stages, weight, dear)
-        total = _least(classes, 1.0 + weight * shares[stages.rank], dear, ranks)
-        best = max(best, _surely(total + cuts, dear * free))
+    peak = int(found.argmax())
+    for price in dear[max(0, peak - _AROUND) : peak + _AROUND + 1]:
+        shares = _shares(classes, stages, weight, float(price))
+        total = _least(classes, 1.0 + weight * shares[stages.rank], price[None], ranks)
+        best = max(best, float(_surely(total + cuts, price * free).max()))
     return best
 
 
@@ -169,15 +168,18 @@ def _least_bytes(c: _Class) -> float:
     return float(np.where(np.isfinite(c.time), c.used, np.inf).min())
 
 
-def _surely(total: float, spent: float) -> float:
-    return float(total - spent - _ROUNDING * (abs(total) + abs(spent)))
+def _surely(total: Array, spent: Array) -> Array:
+    return np.asarray(total - spent - _ROUNDING * (np.abs(total) + np.abs(spent)))
 
 
-def _least(classes: list[_Class], factor: Array, price: float, ranks: int) -> float:
-    """What all blocks cost at the least, each on the stage and by the option that suits it best,
-    where times count `factor` times on a stage."""
-    costs = [factor[:, None] * c.time + c.sync / ranks + price * c.used for c in classes]
-    return sum(c.count * float(cost.min()) for c, cost in zip(classes, costs, strict=True))
+def _least(classes: list[_Class], factor: Array, prices: Array, ranks: int) -> Array:
+    """What all blocks cost at the least for every price, each on the stage and by the option that
+    suits it best, where times count `factor` times on a stage."""
+    total, price = np.zeros(len(prices)), prices[:, None, None]
+    for c in classes:
+        cost = factor[:, None] * c.time + c.sync / ranks + price * c.used
+        total += c.count * cost.min(axis=(1, 2))
+    return total
 
 
 def _prices(classes: list[_Class], stages: _Stages) -> list[float]:

@@ -65,6 +65,8 @@ class Bounds:
     _frontiers: dict[Home, Frontiers] = field(default_factory=dict)
     _shares: dict[Grid, Shares] = field(default_factory=dict)
     _plain: dict[object, float] = field(default_factory=dict)
+    _holding: dict[object, float] = field(default_factory=dict)
+    _excess: dict[Grid, float] = field(default_factory=dict)
 
     @property
     def pricer(self) -> Pricer:
@@ -176,15 +178,15 @@ class Bounds:
         Infinite where the parameters' state alone cannot fit: such grids are only looked at to say
         by how much, if nothing else fits.
         """
-        key = (grid, weights, least.__name__)
+        if not self._state_may_fit(grid):
+            return inf
+        key = _alike(grid, weights, least)
         if key not in self._plain:
             self._plain[key] = self._plain_bound(grid, weights, least)
         return self._plain[key]
 
     def _plain_bound(self, grid: Grid, weights: Weights, least: Least) -> float:
         chain = self.pricer.setting.chain
-        if not self._state_may_fit(grid):
-            return inf
         spots = self.pricer.places.spots(grid)
         fastest = [[least(c.index, own, home) for home, own in spots] for c in chain.classes]
         if any(inf in times for times in fastest):
@@ -196,20 +198,25 @@ class Bounds:
             )
             for times in fastest
         )
-        return lower_bound(self._plain_problem(grid, weights, classes))
+        return lower_bound(self._pooled_problem(grid, weights, classes))
 
-    def _plain_problem(
-        self, grid: Grid, weights: Weights, classes: tuple[tuple[BlockOption, ...], ...]
+    def _pooled_problem(
+        self,
+        grid: Grid,
+        weights: Weights,
+        classes: tuple[tuple[BlockOption, ...], ...],
+        in_flight: int = 0,
+        room_bytes: float = 1.0,
     ) -> PartitionProblem:
-        """The chain with memory for free."""
+        """The chain where every rank has the same room; by default with memory for free."""
         chain, stages = self.pricer.setting.chain, grid.pipe.num_stages
         devices = self.pricer.places.kinds(grid)
         return PartitionProblem(
             blocks=tuple(block.class_index for block in chain.blocks),
             classes=classes,
             num_stages=stages,
-            in_flight=(0,) * stages,
-            capacity_bytes=(1.0,) * stages,
+            in_flight=(in_flight,) * stages,
+            capacity_bytes=(room_bytes,) * stages,
             num_micro_batches=grid.micro_batches,
             sum_weight=weights.sum,
             max_weight=weights.longest,
@@ -227,17 +234,19 @@ class Bounds:
         plain = self._bound(grid, weights, least)
         if not grid.pipe.flushes or plain == inf:
             return Bound(plain, plain)
-        stages, setting = grid.pipe.num_stages, self.pricer.setting
+        pipe = grid.pipe
+        key = _alike(grid, weights, least), pipe.splits_backward, pipe.runs_backwards_last
+        if key not in self._holding:
+            self._holding[key] = self._holding_bound(grid, weights, least)
+        return Bound(max(plain, self._holding[key]), plain)
+
+    def _holding_bound(self, grid: Grid, weights: Weights, least: Least) -> float:
         free = sum(
-            count * (setting.memory_bytes(rank) - reserve)
+            count * (self.pricer.setting.memory_bytes(rank) - reserve)
             for rank, count, reserve in self._firsts(grid)
         )
-        problem = replace(
-            self._plain_problem(grid, weights, self._floor_classes(grid, least)),
-            in_flight=(1,) * stages,
-            capacity_bytes=(free / grid.pipeline,) * stages,
-        )
-        return Bound(max(plain, pooled_bound(problem)), plain)
+        classes = self._floor_classes(grid, least)
+        return pooled_bound(self._pooled_problem(grid, weights, classes, 1, free / grid.pipeline))
 
     def _in_flight(self, grid: Grid, weights: Weights) -> Bound:
         """The same with all that each stage has in flight."""
@@ -303,7 +312,9 @@ class Bounds:
 
     def _state_may_fit(self, grid: Grid) -> bool:
         """Whether one share of every parameter's state fits the stages' memory put together."""
-        return self.least_excess_bytes(grid) <= 0
+        if grid.base not in self._excess:
+            self._excess[grid.base] = self.least_excess_bytes(grid)
+        return self._excess[grid.base] <= 0
 
     def least_excess_bytes(self, grid: Grid, capacity: bool = True) -> float:
         """Bytes beyond its `capacity` (or all that it holds) that some rank needs for state alone,
@@ -338,3 +349,9 @@ class Bounds:
     def _least(self, class_index: int, grid: Grid, home: Home) -> float:
         """Time of a class's block with every op at its fastest and values moved for free."""
         return self.problems.at(home).of(grid, class_index).least_s
+
+
+def _alike(grid: Grid, weights: Weights, least: Least) -> object:
+    """What a bound depends on that leaves out what stages have in flight: schedules that hold their
+    stages alike and weigh their times alike have the same."""
+    return grid.base, grid.pipe.placement, weights, least.__name__

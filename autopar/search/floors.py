@@ -17,6 +17,7 @@ from autopar.costs.calibration import curve_of
 from autopar.costs.compute import memory_s
 from autopar.ir.blocks import Block
 from autopar.ir.graph import Ref
+from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.rules.index_expr import LOCAL
 from autopar.search.block import BlockSpace
@@ -65,12 +66,10 @@ class Floor(NamedTuple):
     summed: float = 0.0
 
 
-class _Floors(NamedTuple):
-    """The floors of a class on a grid: for every ZeRO choice those of its parameters, by dtype;
-    bytes saved, held for weight gradients that are computed later, and there at the peak of its
-    backward."""
+class _Kept(NamedTuple):
+    """Bytes that a class saves on a grid at the least, that it holds for weight gradients computed
+    later, and that are there at the peak of its backward."""
 
-    choices: tuple[Mapping[str, Floor], ...]
     saved_bytes: int
     deferred_bytes: int
     peak_bytes: int
@@ -81,11 +80,10 @@ class Floors:
     """The floors of the classes of one setting, each found once for all schedules of a grid."""
 
     pricer: Pricer
-    _found: dict[object, _Floors] = field(default_factory=dict)
+    _kept: dict[object, _Kept] = field(default_factory=dict)
     _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
     _parameters: dict[object, Array] = field(default_factory=dict)
     _storages: dict[int, LeastStorages] = field(default_factory=dict)
-    _peaks: dict[object, int] = field(default_factory=dict)
     _moments: dict[int, LeastPeak] = field(default_factory=dict)
 
     def options(
@@ -93,14 +91,14 @@ class Floors:
     ) -> tuple[BlockOption, ...]:
         """Options of which one is no worse in any respect than any real one, where no pass of both
         directions takes less than `least_s`; `device` counts the homes of the grid's stages."""
-        choices, saved, deferred, peak = self._of(grid, class_index)
+        saved, deferred, peak = self._kept_on(grid, class_index)
         hidden = hidden_share(self.pricer, grid.pipe.num_stages)
         splits = grid.pipe.splits_backward
         replaced = grid.pipe.runs_backwards_last and not splits
         if splits:
             saved = max(saved, deferred)
         options = []
-        for by_dtype in choices:
+        for by_dtype in self._of_parameters(grid, class_index):
             each = Floor(*map(sum, zip(Floor(), *by_dtype.values(), strict=True)))
             once_s = least_s + each.gather_s - hidden * min(each.gather_s, least_s)
             state, held = each.held_bytes, each.held_bytes + saved
@@ -121,12 +119,12 @@ class Floors:
 
     def kept_bytes(self, grid: Grid, class_index: int) -> tuple[int, int]:
         """Bytes that are saved at the least, and those held for weight gradients computed later."""
-        _, saved, deferred, _ = self._of(grid, class_index)
+        saved, deferred, _ = self._kept_on(grid, class_index)
         return saved, deferred
 
     def peak_bytes(self, grid: Grid, class_index: int) -> int:
         """What the backward of a block holds at its peak, beside parameters."""
-        return self._of(grid, class_index).peak_bytes
+        return self._kept_on(grid, class_index).peak_bytes
 
     def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
         """Seconds to add up gradients in a micro-batch."""
@@ -137,19 +135,20 @@ class Floors:
         moved = sum(widths[dtype] * each.summed for dtype, each in by_dtype.items())
         return memory_s(moved, self.pricer.device, kernels=0)
 
-    def _of(self, grid: Grid, class_index: int) -> _Floors:
-        key = (grid.base, class_index)
-        if key not in self._found:
-            pricer = self.pricer
-            block = pricer.setting.chain.representative(class_index)
-            space = pricer.space(block, pricer.block_mesh(grid, block))
-            self._found[key] = _Floors(
-                self._of_parameters(grid, block, space),
+    def _kept_on(self, grid: Grid, class_index: int) -> _Kept:
+        """The same on all meshes with whose sizes nothing of the block changes its own."""
+        pricer = self.pricer
+        block = pricer.setting.chain.representative(class_index)
+        space = pricer.space(block, pricer.block_mesh(grid, block))
+        samples = 0 if self.storages(space).sized(pricer.prices(grid)) else batch_count(grid.names)
+        key = (id(space), grid.micro_batch, grid.sizes[samples:])
+        if key not in self._kept:
+            self._kept[key] = _Kept(
                 _saved_bytes(pricer, grid, block, space),
                 _deferred_bytes(pricer, grid, block, space),
                 self._peak_bytes(grid, block, space),
             )
-        return self._found[key]
+        return self._kept[key]
 
     def storages(self, space: BlockSpace) -> LeastStorages:
         """The storages of a block in any sharding."""
@@ -159,24 +158,21 @@ class Floors:
 
     def _peak_bytes(self, grid: Grid, block: Block, space: BlockSpace) -> int:
         """What the backward of a block holds at its peak, beside parameters."""
-        key = (block.class_index, grid.mesh, grid.micro_batch)
-        if key not in self._peaks:
-            setting, prices = self.pricer.setting, self.pricer.prices(grid)
-            if id(space) not in self._moments:
-                self._moments[id(space)] = LeastPeak(
-                    space, self.pricer.saved(block), setting.storage, setting.source_refs
-                )
-            storages = self.storages(space).at(prices)
-            self._peaks[key] = self._moments[id(space)].nbytes(prices, storages)
-        return self._peaks[key]
+        setting, prices = self.pricer.setting, self.pricer.prices(grid)
+        if id(space) not in self._moments:
+            self._moments[id(space)] = LeastPeak(
+                space, self.pricer.saved(block), setting.storage, setting.source_refs
+            )
+        return self._moments[id(space)].nbytes(prices, self.storages(space).at(prices))
 
-    def _of_parameters(
-        self, grid: Grid, block: Block, space: BlockSpace
-    ) -> tuple[Mapping[str, Floor], ...]:
+    def _of_parameters(self, grid: Grid, class_index: int) -> tuple[Mapping[str, Floor], ...]:
         """By ZeRO choice; micro-batches of any size and number above one have the same."""
-        key = (block.class_index, grid.mesh, grid.pipeline, grid.micro_batches > 1)
+        key = (class_index, grid.mesh, grid.pipeline, grid.micro_batches > 1)
         if key not in self._choices:
-            choices = zero_choices(self.pricer.prices(grid), self.pricer.setting.pins.zero)
+            pricer = self.pricer
+            block = pricer.setting.chain.representative(class_index)
+            space = pricer.space(block, pricer.block_mesh(grid, block))
+            choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
             self._choices[key] = tuple(
                 self._floor(grid, block, space, choice) for choice in choices
             )

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping
 from autopar.costs.saved import SavedExtra, SavedSet
 from autopar.costs.strides import StorageMap
 from autopar.ir.graph import DTYPE_BYTES, Ref, TensorSpec
+from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
 from autopar.search.copies import Step, Storage
+from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
 from autopar.search.recompute import RecomputeProblem, StepSeconds
 
@@ -26,6 +28,7 @@ class LeastStorages:
 
     def __init__(self, space: BlockSpace, storage: StorageMap) -> None:
         self._storage = storage
+        self._sized: bool | None = None
         offered = _offered(space)
         lying: dict[Ref, list[tuple[Ref, Layout]]] = {}
         for ref, layouts in offered.items():
@@ -40,6 +43,18 @@ class LeastStorages:
             if fresh:
                 reads = tuple(dict.fromkeys(self._at(ref) for ref in node.inputs()))
                 self.steps.append(Step(name=node.name, reads=reads, lies=fresh))
+
+    def sized(self, prices: Prices) -> bool:
+        """Whether bytes of any depend on the sizes of the axes that split samples, for which the
+        prices on any mesh with these axes do."""
+        if self._sized is None:
+            samples = batch_count(prices.names)
+            self._sized = any(
+                is_sized(prices.specs[ref].shape, layout[:samples])
+                for ref, layouts in self._offered.items()
+                for layout in layouts
+            )
+        return self._sized
 
     def at(self, prices: Prices) -> PricedStorages:
         """The same with their least bytes on a mesh."""

@@ -10,7 +10,7 @@ import torch
 from autopar.capture import capture
 from autopar.compiler import PlanOptions, load_source, planning_setting, source_setting
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.bounds import Sharpness
+from autopar.search.bounds import Bounds, Sharpness
 from autopar.search.floors import Floors
 from autopar.search.frontier import Frontiers, keeps_one_less
 from autopar.search.grids import grids
@@ -107,6 +107,31 @@ def test_every_option_is_above_a_floor_in_every_respect(name):
                     ), (grid, kind)
             assert problem.num_stages == grid.pipe.num_stages
     assert close > 3 or "two kinds" in name
+
+
+@pytest.mark.parametrize("name", ["gpt", "experts"])
+def test_meshes_share_what_is_kept_only_where_it_is_the_same(name):
+    planner, asked = SETTINGS[name](), set()
+    shared = Floors(planner.pricer)
+    for grid in grids(planner.setting):
+        for kind in range(len(planner.setting.chain.classes)):
+            asked.add((grid.base, kind))
+            alone = Floors(planner.pricer)._kept_on(grid, kind)
+            assert shared._kept_on(grid, kind) == alone, (grid, kind)
+    assert len(shared._kept) < len(asked)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt on devices of two kinds"])
+def test_schedules_share_a_bound_only_where_it_is_the_same(name):
+    planner = SETTINGS[name]()
+    shared, asked = planner.bounds, grids(planner.setting)
+    for grid in asked:
+        alone, bound = Bounds(planner.shardings), shared.computed(grid)
+        assert bound == alone.computed(grid), grid
+        if bound < math.inf:
+            held = shared.sharper(grid, Sharpness.COMPUTE)
+            assert held == alone.sharper(grid, Sharpness.COMPUTE), grid
+    assert len(shared._plain) < len(asked)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "experts"])
