@@ -22,7 +22,7 @@ from solvers.choice_problem import Array
 _PAIRWISE_DEGREE = 2
 _MAX_WORK = 1e8
 _MAX_TABLE = 4e6
-_WORTH_MERGING = 2e4
+_WORTH_MERGING = 1e6
 _AT_ONCE = 2**20
 
 
