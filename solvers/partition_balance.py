@@ -56,7 +56,9 @@ def balanced(
     limits = np.unique(np.concatenate([start_s, reached_s]))
     limits = limits[limits >= start_s.max()]
     short = held - free
-    spared = np.array([float(steps.fewer[reached_s <= limit].sum()) for limit in limits])
+    order = np.argsort(reached_s, kind="stable")
+    spared = np.concatenate([[0.0], np.cumsum(steps.fewer[order])])
+    spared = spared[np.searchsorted(reached_s[order], limits, side="right")]
     enough = np.flatnonzero(spared >= short)
     if not len(enough):
         return None
