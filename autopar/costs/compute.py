@@ -109,8 +109,8 @@ def op_time(
     casts = cast_traffic(op) if narrow else FREE
 
     def roofline(work: float, nbytes: int, kernels: int) -> float:
-        if not kernels and not nbytes:
-            return 0.0
+        if not nbytes:
+            return kernels * device.kernel_launch_s
         compute_s = work / rate if rate else 0.0
         return max(compute_s, memory_s(nbytes, device, 0)) + kernels * device.kernel_launch_s
 
