@@ -125,7 +125,7 @@ def _arrivals(pipeline: Pipeline) -> tuple[Arrivals, ...]:
 
 def messages_under_way(pipeline: Pipeline) -> tuple[int, ...]:
     """By rank, the most messages that it has buffers for: without a flush one each way."""
-    return _under_way(pipeline.short()) if pipeline.flushes else (2,) * pipeline.ranks
+    return _read_off(_under_way, pipeline) if pipeline.flushes else (2,) * pipeline.ranks
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,12 +157,17 @@ def held_together(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def _read_off(count: Callable[[Pipeline], tuple[int, ...]], pipeline: Pipeline) -> tuple[int, ...]:
-    """Counts of a short schedule where they do not grow with the micro-batches."""
-    short = pipeline.short(2)
+    """Counts of a short schedule where they do not grow with the micro-batches, or grow with each
+    alike."""
+    short, longer = pipeline.short(2), pipeline.short(4)
     held = count(short)
     if short == pipeline or max(held) < short.micro_batches:
         return held
-    return count(pipeline)
+    if longer == pipeline or pipeline.schedule not in BACKWARDS_LAST:
+        return count(pipeline)
+    steps = (longer.micro_batches - short.micro_batches) // pipeline.ranks
+    more = (pipeline.micro_batches - short.micro_batches) // pipeline.ranks
+    return tuple(a + (b - a) // steps * more for a, b in zip(held, count(longer), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

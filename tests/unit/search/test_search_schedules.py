@@ -20,6 +20,7 @@ from autopar.plan.check import check_plan
 from autopar.plan.pipeline import plan_schedule, rank_groups, ranks_peak_bytes
 from autopar.plan.split import split_products
 from autopar.plan.table import plan_table
+from autopar.schedules.arrivals import arrivals, most_under_way
 from autopar.schedules.in_flight import (
     held_at_peak,
     peak_in_flight,
@@ -44,6 +45,7 @@ from autopar.search.pipelines import (
     held_together,
     in_flight,
     least_step,
+    messages_under_way,
     stage_share,
 )
 from autopar.search.setting import Setting
@@ -128,6 +130,9 @@ def test_what_is_held_is_read_off_the_schedule(pipeline):
         pytest.skip("the schedule does not take these sizes")
     schedule = pipeline.build()
     assert in_flight(pipeline) == peak_in_flight(schedule)
+    if pipeline.flushes:
+        lowered = insert_communication(schedule)
+        assert messages_under_way(pipeline) == most_under_way(lowered, arrivals(lowered))
     saved = [7 * (stage % 3) + 1 for stage in range(pipeline.num_stages)]
     held = held_at_peak(schedule, saved)
     by_rank = [0] * pipeline.ranks
