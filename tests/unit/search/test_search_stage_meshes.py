@@ -22,6 +22,7 @@ from autopar.search.keep import kept_pins
 from autopar.search.pricer import Pricer
 
 PINNED = "pipeline=2 micro_batches=2 schedule=1f1b"
+MIXED = f"{PINNED} data=2 tensor=1 stage1.tensor=2 sequence=off"
 
 
 def plan(pins, devices="local:4", model="llama_tiny", samples=8):
@@ -36,7 +37,7 @@ def sizes(found):
 
 @pytest.fixture(scope="module")
 def mixed():
-    return plan(f"{PINNED} data=2 tensor=1 stage1.tensor=2")
+    return plan(MIXED)
 
 
 def test_a_stage_has_the_mesh_that_is_pinned_and_the_others_theirs(mixed):
@@ -55,7 +56,7 @@ def test_only_the_stage_with_tensor_ranks_splits_its_weights(mixed):
 def test_the_plan_reads_as_it_was_written_and_is_the_same_again(mixed):
     text = to_json(mixed)
     assert to_json(from_json(text)) == text
-    assert to_json(plan(f"{PINNED} data=2 tensor=1 stage1.tensor=2")) == text
+    assert to_json(plan(MIXED)) == text
 
 
 def test_the_step_that_is_told_is_that_of_the_stages(mixed):
