@@ -48,7 +48,7 @@ class CollectiveModel(Protocol):
 
 def collective_time_s(op: CollectiveOp, nbytes: float, group_size: int, link: LinkLevel) -> float:
     """Seconds of `op` over `group_size` ranks that all communicate through one level of links."""
-    if group_size == 1 or op is CollectiveOp.BARRIER:
+    if group_size == 1:
         return 0.0
     if op is CollectiveOp.SEND_RECV:
         return step_s(link, nbytes) + nbytes / link.bandwidth_bytes_s
@@ -73,6 +73,11 @@ class LinkTimes(Protocol):
     ) -> float | None:
         """Seconds of `op` over a group of `ranks` whose slowest link is `level` and of which
         `packed` at a time share the next faster one; None where it was not measured."""
+        ...
+
+    def wait_s(self, ranks: int, level: str, packed: int) -> float:
+        """Seconds that such ranks wait for each other where they come to a collective from compute;
+        0 where it was not measured."""
         ...
 
 
@@ -132,8 +137,6 @@ def hierarchical_time_s(op: CollectiveOp, nbytes: float, levels: Sequence[Hop]) 
     trees), so that the slowest level sets the pace while latencies add up. Each device is taken to
     have its own share of the slow links, hence concurrent groups do not slow each other.
     """
-    if op is CollectiveOp.BARRIER:
-        return 0.0
     ranks = prod(hop.size for hop in levels)
     latency_s, transfer_s, inner = 0.0, 0.0, 1
     for hop in levels:
@@ -215,6 +218,13 @@ class ClusterCollectives:
         """Seconds of `op` over the slowest group of the axis. KeyError for an unknown axis."""
         return max(route.time_s(op, nbytes, self._measured) for route in self._routes[axis_name])
 
+    def wait_s(self, axis_name: str) -> float:
+        """Seconds that the ranks of a group wait for each other where they come to a collective
+        from compute, as far as it was measured. KeyError for an unknown axis."""
+        if self._measured is None:
+            return 0.0
+        return max(self._measured.wait_s(*route.group) for route in self._routes[axis_name])
+
 
 def axis_routes(
     axis: Axis, axes: Sequence[Axis], cluster: Cluster, first_rank: int
@@ -255,7 +265,7 @@ class AlphaBeta:
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the axis. KeyError for an unknown axis."""
         size, alpha, beta = self.sizes[axis_name], self.alpha[axis_name], self.beta[axis_name]
-        if size == 1 or op is CollectiveOp.BARRIER:
+        if size == 1:
             return 0.0
         if op is CollectiveOp.SEND_RECV:
             return alpha + beta * nbytes

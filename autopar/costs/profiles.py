@@ -110,6 +110,13 @@ class LinkKey:
     nbytes: int
 
 
+def wait_key(ranks: int, level: str, packed: int) -> LinkKey:
+    """What ranks that come to a collective from compute wait for each other is kept as that of a
+    collective of nothing."""
+    op = CollectiveOp.ALL_REDUCE
+    return LinkKey(op=op, ranks=ranks, level=level, packed=packed, nbytes=0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRecord:
     """One collective: its time, or the `reason` it has none."""
@@ -156,11 +163,15 @@ class Profile:
         samples = self._messages.get((op, ranks, level, packed))
         if not samples:
             return None
-        if op is CollectiveOp.BARRIER:
-            return samples[0].times_s[0]
         size = max(nbytes, samples[0].work)
         found = interpolate(samples, (int(size),), size)
         return None if found is None else found[0]
+
+    def wait_s(self, ranks: int, level: str, packed: int) -> float:
+        """Seconds that the ranks of a group wait for each other where they come to a collective
+        from compute; 0 where that was not measured."""
+        record = self.links.get(wait_key(ranks, level, packed))
+        return 0.0 if record is None or record.time is None else record.time.median_s
 
     def reason(self, op: LocalOp) -> str:
         """Why an op was not measured; empty where nobody tried."""
@@ -202,7 +213,7 @@ class Profile:
         """The measured messages of every kind of group, smallest first."""
         found: dict[tuple[CollectiveOp, int, str, int], list[Sample]] = {}
         for key, record in sorted(self.links.items()):
-            if record.time is not None:
+            if record.time is not None and key.nbytes:
                 sample = Sample(
                     extents=(key.nbytes,),
                     work=float(key.nbytes),

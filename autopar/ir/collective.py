@@ -14,18 +14,13 @@ from autopar.ir.placement import ByExpert, Partial, Placement, Replicate, Shard
 
 
 class CollectiveOp(StrEnum):
-    """A communication primitive. Its `bytes` are those of the whole (unsharded) tensor moved.
-
-    No plan has a `BARRIER`: it is priced as what ranks wait for each other where they come to a
-    collective from compute.
-    """
+    """A communication primitive. Its `bytes` are those of the whole (unsharded) tensor moved."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     SEND_RECV = "send_recv"
-    BARRIER = "barrier"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import median
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.costs.collectives import RING_PASSES, axis_route
-from autopar.costs.profiles import LinkKey, LinkRecord, Timing
+from autopar.costs.profiles import LinkKey, LinkRecord, Timing, wait_key
 from autopar.ir.cluster import Axis, Cluster
 from autopar.ir.collective import CollectiveOp
 from autopar.profiler.between import OtherOps
@@ -34,9 +34,6 @@ MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
 _SAMPLES, _MOST_LOOPS, _ENOUGH_S = 12, 50, 0.02
 _SEGMENTS = 2
 """Runs of other ops before a collective that ranks come to from compute: about 2 ms of a core."""
-_BETWEEN_COMPUTE = frozenset({CollectiveOp.SEND_RECV, CollectiveOp.BARRIER})
-"""What the ranks of a CPU are timed at as they come to it from computing."""
-
 _DISTURBED = 3
 """Of this many samples on a CPU one counts, the fastest: others use its cores too, and a wait is
 not known from what they take."""
@@ -62,35 +59,31 @@ def group_requests(cluster: Cluster, messages: Sequence[int]) -> tuple[GroupRequ
     """
     devices, found = cluster.num_devices, dict[tuple[object, ...], GroupRequest]()
     sizes = [size for size in range(2, devices + 1) if devices % size == 0]
-    waits = (CollectiveOp.BARRIER,) if any(g.device.kind == "cpu" for g in cluster.groups) else ()
+    waits = any(group.device.kind == "cpu" for group in cluster.groups)
     for size, stride in ((s, t) for s in sizes for t in range(1, devices // s + 1)):
         if devices // size % stride:
             continue
         group = axis_route(Axis(name="", size=size, stride=stride), cluster).group
-        found.setdefault(
-            ("group", *group), _request(size, stride, (*waits, *RING_PASSES), group, messages)
-        )
+        keys = [wait_key(*group)] if waits else []
+        keys += _keys(RING_PASSES, group, messages)
+        request = GroupRequest(size=size, stride=stride, keys=tuple(keys))
+        found.setdefault(("group", *group), request)
     for stride in range(1, devices):
         name = cluster.link((0, stride)).name
-        sends = (CollectiveOp.SEND_RECV,)
-        found.setdefault(("send", name), _request(2, stride, sends, (2, name, 1), messages))
+        keys = _keys([CollectiveOp.SEND_RECV], (2, name, 1), messages)
+        found.setdefault(("send", name), GroupRequest(size=2, stride=stride, keys=tuple(keys)))
     return tuple(found.values())
 
 
-def _request(
-    size: int,
-    stride: int,
-    ops: Sequence[CollectiveOp],
-    group: tuple[int, str, int],
-    messages: Sequence[int],
-) -> GroupRequest:
+def _keys(
+    ops: Iterable[CollectiveOp], group: tuple[int, str, int], messages: Sequence[int]
+) -> list[LinkKey]:
     ranks, level, packed = group
-    keys = tuple(
+    return [
         LinkKey(op=op, ranks=ranks, level=level, packed=packed, nbytes=nbytes)
         for op in ops
-        for nbytes in (messages if op is not CollectiveOp.BARRIER else (0,))
-    )
-    return GroupRequest(size=size, stride=stride, keys=keys)
+        for nbytes in messages
+    ]
 
 
 def measure_group(request: GroupRequest, device: torch.device, limit_s: float) -> list[LinkRecord]:
@@ -98,7 +91,7 @@ def measure_group(request: GroupRequest, device: torch.device, limit_s: float) -
 
     A time is that of the slowest rank. After a message that takes longer than `limit_s`, larger
     ones of the same collective are not sent. A send is timed as it is met, between computing; so is
-    a `BARRIER`, of which the time of a smallest collective is no part.
+    what ranks wait for each other, of which the time of a smallest collective is no part.
     """
     groups = list(_groups(request, dist.get_world_size()))
     made = [dist.new_group(list(ranks)) for ranks in groups]
@@ -138,19 +131,19 @@ def _measured(
             yield LinkRecord(key=key, reason=f"a smaller message takes over {limit_s:g} s")
             continue
         run = _RUNS[key.op](key.nbytes, axis, device) if axis is not None else _nothing
-        time = _timing(key.op, run, device, limit_s)
+        time = _timing(key, run, device, limit_s)
         yield LinkRecord(key=key, time=time)
         if time.median_s > limit_s:
             slow.add(key.op)
 
 
-def _timing(op: CollectiveOp, run: Run, device: torch.device, limit_s: float) -> Timing:
+def _timing(key: LinkKey, run: Run, device: torch.device, limit_s: float) -> Timing:
     """What a collective takes; a send goes there and back."""
-    alone_s, passes = _seconds(run, device, limit_s), 2 if op is CollectiveOp.SEND_RECV else 1
-    if device.type != "cpu" or op not in _BETWEEN_COMPUTE:
-        return timing_of([sample_s / passes for sample_s in alone_s])
-    less_s = median(alone_s) if op is CollectiveOp.BARRIER else 0.0
-    return timing_of([sample_s / passes for sample_s in _between_s(run, device)], less_s)
+    alone_s, sends = _seconds(run, device, limit_s), key.op is CollectiveOp.SEND_RECV
+    if not key.nbytes:
+        return timing_of(_between_s(run, device), median(alone_s))
+    seconds = _between_s(run, device) if sends and device.type == "cpu" else alone_s
+    return timing_of([sample_s / (2 if sends else 1) for sample_s in seconds])
 
 
 def _seconds(run: Run, device: torch.device, limit_s: float = inf) -> list[float]:
@@ -199,12 +192,8 @@ def _nothing() -> None:
     """What a rank does that is in no group."""
 
 
-def _barrier(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
-    return _all_reduce(_WIDTH, axis, device)
-
-
 def _all_reduce(nbytes: int, axis: AxisGroup, device: torch.device) -> Run:
-    x = torch.zeros(nbytes // _WIDTH, device=device)
+    x = torch.zeros(max(1, nbytes // _WIDTH), device=device)
     return lambda: primitives.all_reduce(x, axis)
 
 
@@ -247,6 +236,5 @@ _RUNS: dict[CollectiveOp, Callable[[int, AxisGroup, torch.device], Run]] = {
     CollectiveOp.REDUCE_SCATTER: _reduce_scatter,
     CollectiveOp.ALL_TO_ALL: _all_to_all,
     CollectiveOp.SEND_RECV: _there_and_back,
-    CollectiveOp.BARRIER: _barrier,
 }
 """What runs for each collective: the runtime's own functions, on buffers of the bytes counted."""

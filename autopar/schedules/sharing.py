@@ -37,10 +37,10 @@ def share_cores(
 ) -> Shared:
     """The timeline with the cores shared.
 
-    Its times are those of ranks that all compute. `heads_s` is the
-    compute of each rank before its list (the optimizer's step), `tails_s` its collectives after it
-    (gradients summed), `waits_s` those in an action of a kind and stage; the times that a rank of
-    `timeline` starts and ends at do not count, their differences do.
+    Its times are those of ranks that all compute. `heads_s` is the compute of each rank before its
+    list (the optimizer's step), `tails_s` its collectives after it (gradients summed), `waits_s`
+    those in an action of a kind and stage; the times that a rank of `timeline` starts and ends at
+    do not count, their differences do.
     """
     run = _Run(timeline, heads_s, tails_s, slowdown, waits_s or {})
     run.all()
@@ -83,7 +83,7 @@ class _Row:
 
     @property
     def next_s(self) -> float:
-        """What is left of the compute, or of the collectives after it."""
+        """What is left of the compute, or of the communication after it."""
         assert self.left_s is not None
         return self.left_s if self.communicates else self.left_s - self.waits_s
 

@@ -181,6 +181,7 @@ class Pricer:
                 differentiable=self.setting.differentiable,
                 compute=self.compute,
                 collective=self.links(grid).time_s,
+                wait=self.links(grid).wait_s,
                 updated=self.setting.updated,
                 bucket_bytes=min(
                     DEFAULT_CAP_BYTES,

@@ -21,6 +21,12 @@ from autopar.search.paths import Paths
 
 ComputeTime = Callable[[OpNode, Option, "Prices"], tuple[float, float]]
 CollectiveTime = Callable[[CollectiveOp, float, str], float]
+WaitTime = Callable[[str], float]
+
+
+def no_wait(axis: str) -> float:
+    """What ranks wait for each other where all come to a collective at once."""
+    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +35,10 @@ class Prices:
 
     `batch` counts the samples of a micro-batch over all data-parallel ranks.
     `compute(node, option, prices)` gives forward and backward seconds, the same for options that
-    split alike; `collective(op, nbytes, axis)` seconds. `updated` values cannot be moved. `paths`
-    may be shared with other prices, and `costs` with those on devices that compute alike.
-    Gradients are summed in buckets of `bucket_bytes`, a larger one by itself.
+    split alike; `collective(op, nbytes, axis)` seconds, `wait(axis)` those that ranks wait for each
+    other where they come to one from compute. `updated` values cannot be moved. `paths` may be
+    shared with other prices, and `costs` with those on devices that compute alike. Gradients are
+    summed in buckets of `bucket_bytes`, a larger one by itself.
     `scatters` and `fuses_loss` are those of `Execution`.
     """
 
@@ -42,6 +49,7 @@ class Prices:
     differentiable: frozenset[Ref]
     compute: ComputeTime
     collective: CollectiveTime
+    wait: WaitTime = no_wait
     updated: frozenset[Ref] = frozenset()
     bucket_bytes: float = 0.0
     paths: Paths = field(default_factory=Paths, repr=False)
@@ -73,7 +81,7 @@ class Prices:
     def waited_s(self, op: CollectiveOp, nbytes: float, axis: str) -> float:
         """Seconds of a collective that compute waits for, until the last rank comes to it
         included."""
-        return self.collective(op, nbytes, axis) + self.collective(CollectiveOp.BARRIER, 0.0, axis)
+        return self.collective(op, nbytes, axis) + self.wait(axis)
 
     def move_s(self, move: Move) -> tuple[float, float]:
         """Forward and backward seconds of one move."""

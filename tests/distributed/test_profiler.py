@@ -14,7 +14,7 @@ import torch
 
 from autopar import compiler
 from autopar.costs.clusters import parse_cluster
-from autopar.costs.profiles import Machine
+from autopar.costs.profiles import Machine, wait_key
 from autopar.ir.collective import CollectiveOp
 from autopar.profiler.database import Database, read_database
 from autopar.profiler.links import group_requests
@@ -138,9 +138,10 @@ def test_collectives_are_measured_and_priced(pool2, tmp_path):
     assert {key.op for key in profile.links} == set(CollectiveOp)
     for key, record in profile.links.items():
         assert record.time.median_s >= 0 and record.time.count == 4
-        assert record.time.median_s > 0 or key.op is CollectiveOp.BARRIER
-        found = profile.link_s(key.op, key.nbytes, key.ranks, key.level, key.packed)
+        group = (key.ranks, key.level, key.packed)
+        found = profile.link_s(key.op, key.nbytes, *group) if key.nbytes else profile.wait_s(*group)
         assert found == record.time.median_s
+        assert found > 0 or not key.nbytes
 
 
 def test_groups_of_every_kind(pool4):
@@ -151,9 +152,9 @@ def test_groups_of_every_kind(pool4):
         (4, 1, 5),
         (2, 1, 1),
     ]
-    assert [k.nbytes for k in pairs.keys if k.op is CollectiveOp.BARRIER] == [0]
+    assert pairs.keys.count(wait_key(2, pairs.keys[-1].level, 1)) == 1
     nodes = group_requests(parse_cluster("2x4:h100-sxm"), (1024,))
-    assert CollectiveOp.BARRIER not in {k.op for r in nodes for k in r.keys}
+    assert all(k.nbytes for r in nodes for k in r.keys)
     kinds = {(k.ranks, k.level, k.packed) for r in nodes for k in r.keys}
     assert kinds == {
         (2, "node", 1),

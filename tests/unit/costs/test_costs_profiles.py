@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.costs.collectives import axis_collective_time_s, axis_route
+from autopar.costs.collectives import ClusterCollectives, axis_collective_time_s, axis_route
 from autopar.costs.families import extents, family, work
 from autopar.costs.interpolation import Sample, interpolate
 from autopar.costs.local_op import SLOT, LocalOp
@@ -16,6 +16,7 @@ from autopar.costs.profiles import (
     Profile,
     TimeSource,
     Timing,
+    wait_key,
 )
 from autopar.errors import InputError
 from autopar.ir.cluster import Axis, Cluster, DeviceGroup, DeviceSpec, LinkLevel
@@ -188,7 +189,7 @@ LINKS = profile_of(
         (link(AR, 2, "network", 1024), 100.0),
         (link(AR, 4, "network", 1024, packed=2), 200.0),
         (link(SEND, 2, "network", 1024), 300.0),
-        (link(CollectiveOp.BARRIER, 2, "network", 0), 7.0),
+        (wait_key(2, "network", 1), 7.0),
     )
 )
 
@@ -219,6 +220,10 @@ def test_collectives_are_those_of_the_group_and_its_level():
 
 
 def test_what_ranks_wait_for_each_other_is_measured_or_nothing():
-    assert seconds(CollectiveOp.BARRIER, 0, 2, 4) == 7.0
-    axis = Axis(name="a", size=2, stride=1)
-    assert axis_collective_time_s(CollectiveOp.BARRIER, 0, axis, NODES, measured=LINKS) == 0.0
+    axes = {
+        name: Axis(name=name, size=2, stride=stride) for name, stride in (("far", 4), ("near", 1))
+    }
+    links = ClusterCollectives(NODES, tuple(axes.values()), measured=LINKS)
+    assert (links.wait_s("far"), links.wait_s("near")) == (7.0, 0.0)
+    assert ClusterCollectives(NODES, tuple(axes.values())).wait_s("far") == 0.0
+    assert seconds(AR, 10, 2, 4) == 100.0  # no smallest message

@@ -203,12 +203,8 @@ def test_a_move_is_priced_by_its_collectives(before, after, forward, backward):
 def test_compute_waits_for_the_last_rank_at_each_collective_of_a_move():
     ref = Ref("x")
     plain = prices({ref: ACTIVATION}, differentiable=[ref])
-
-    def late(op, nbytes, axis):
-        return 5.0 if op is CollectiveOp.BARRIER else plain.collective(op, nbytes, axis)
-
     moves = ([(S0,)], [(R_STAR,)])  # a collective in each pass
-    waiting = replace(plain, collective=late).reshard_s(ref, *moves)
+    waiting = replace(plain, wait=lambda axis: 5.0).reshard_s(ref, *moves)
     assert waiting == pytest.approx(plain.reshard_s(ref, *moves) + 2 * 5.0)
 
 
