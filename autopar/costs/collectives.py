@@ -155,25 +155,38 @@ def axis_route(axis: Axis, cluster: Cluster, first_rank: int = 0) -> Route:
     cluster, start = cluster.around(axis.ranks(first_rank))
     ranks = axis.ranks(first_rank - start)
     flat = Hop(link=cluster.link(ranks), size=axis.size)
-    pairs = [cluster.link(pair) for pair in pairwise(ranks)]
     return Route(
         flat=flat,
         levels=_levels(ranks, cluster) or (flat,),
-        neighbour=max(pairs, key=cluster.levels.index, default=flat.link),
+        neighbour=_slowest_pair(ranks, cluster, flat.link),
     )
+
+
+def _slowest_pair(ranks: tuple[int, ...], cluster: Cluster, joining: LinkLevel) -> LinkLevel:
+    """The slowest link between consecutive ranks: the one `joining` all, unless some pairs have
+    links of their own."""
+    if _alike_everywhere(cluster):
+        return joining
+    pairs = (cluster.link(pair) for pair in pairwise(ranks))
+    return max(pairs, key=cluster.levels.index, default=joining)
+
+
+def _alike_everywhere(cluster: Cluster) -> bool:
+    """Whether no group has links of its own beside those of others."""
+    return len(cluster.groups) == 1 or not any(group.links for group in cluster.groups)
 
 
 def _levels(ranks: tuple[int, ...], cluster: Cluster) -> tuple[Hop, ...]:
     """Hops of more than one part, fastest first; none where the parts are uneven."""
-    hops, parts = [], {rank: rank for rank in ranks}
+    hops, parts = [], list(ranks)  # by one rank of each
     for link in cluster.links:
-        joined = {rank: rank // link.span for rank in ranks}
-        sizes = set(Counter(outer for _, outer in {(parts[r], joined[r]) for r in ranks}).values())
+        joined = Counter(rank // link.span for rank in parts)
+        sizes = set(joined.values())
         if len(sizes) > 1:
             return ()
         if (size := sizes.pop()) > 1:
             hops.append(Hop(link=link, size=size))
-        parts = joined
+        parts = [place * link.span for place in joined]
     return tuple(hops)
 
 
@@ -235,12 +248,12 @@ def axis_routes(
     where groups have links of their own, on the group too.
     """
     period = cluster.num_devices
-    if not any(group.links for group in cluster.groups) or len(cluster.groups) == 1:
+    if _alike_everywhere(cluster):
         period = lcm(*(link.span for link in cluster.links[:-1]))
     firsts = {first_rank % period}
     for other in axes:
         if other.name != axis.name:
-            steps = {i * other.stride % period for i in range(other.size)}
+            steps = {i * other.stride % period for i in range(min(other.size, period))}
             firsts = {(first + step) % period for first in firsts for step in steps}
     return tuple(dict.fromkeys(axis_route(axis, cluster, first) for first in sorted(firsts)))
 

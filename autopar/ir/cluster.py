@@ -129,8 +129,9 @@ class Cluster:
     def link(self, ranks: tuple[int, ...]) -> LinkLevel:
         """The fastest level that joins all of `ranks`; the one a flat collective is bound by."""
         part, first = self.around(ranks)
+        low, high = min(ranks) - first, max(ranks) - first
         for level in part.links:
-            if len({(rank - first) // level.span for rank in ranks}) == 1:
+            if low // level.span == high // level.span:
                 return level
         return part.links[-1]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -177,6 +178,23 @@ def test_time_grows_with_bytes_and_never_exceeds_flat(
         flat_s = collective_time_s(op, min(nbytes), group.size, route.flat.link)
         by_level_s = hierarchical_time_s(op, min(nbytes), route.levels)
         assert time_s == min(flat_s, by_level_s)
+
+
+@pytest.mark.parametrize("spec", [*CLUSTERS, "2x4:h100-sxm+3x2:a100-80gb"])
+def test_a_route_is_made_of_the_links_between_its_ranks(spec: str) -> None:
+    cluster = parse_cluster(spec)
+    for size, stride, first in product(range(2, 9), range(1, 6), range(4)):
+        ranks = axis(size, stride).ranks(first)
+        if ranks[-1] >= cluster.num_devices:
+            continue
+        route = axis_route(axis(size, stride), cluster, first)
+        pairs = {cluster.link(pair) for pair in pairwise(ranks)}
+        assert route.neighbour == max(pairs, key=cluster.levels.index)
+        inside = [{rank // hop.link.span for rank in ranks} for hop in route.levels]
+        if len(route.levels) > 1:
+            parts = [size, *map(len, inside)]
+            assert [hop.size for hop in route.levels] == [a // b for a, b in pairwise(parts)]
+            assert route.levels[-1].link == route.flat.link == cluster.link(ranks)
 
 
 @pytest.mark.parametrize("op", GROUP_OPS)
