@@ -6,7 +6,7 @@ have to gather weights, or cannot hold what they have to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,11 +21,13 @@ from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.rules.index_expr import LOCAL
 from autopar.search.block import BlockSpace
+from autopar.search.footprints import Footprints
 from autopar.search.grid import Grid
-from autopar.search.least_kept import LeastStorages
+from autopar.search.least_kept import LeastStorages, PricedStorages
 from autopar.search.least_peak import LeastPeak
 from autopar.search.options import OVERLAPS, cold_share
 from autopar.search.pricer import Pricer
+from autopar.search.prices import Prices
 from autopar.search.state import (
     PREFETCHED,
     UNSPLIT,
@@ -84,7 +86,7 @@ class Floors:
     _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
     _parameters: dict[object, Array] = field(default_factory=dict)
     _storages: dict[int, LeastStorages] = field(default_factory=dict)
-    _moments: dict[int, LeastPeak] = field(default_factory=dict)
+    _moments: dict[int, tuple[_Deferred, LeastPeak]] = field(default_factory=dict)
 
     def options(
         self, grid: Grid, class_index: int, least_s: float, device: int = 0
@@ -143,10 +145,15 @@ class Floors:
         samples = 0 if self.storages(space).sized(pricer.prices(grid)) else batch_count(grid.names)
         key = (id(space), grid.micro_batch, grid.sizes[samples:])
         if key not in self._kept:
+            prices = pricer.prices(grid)
+            storages = self.storages(space).at(prices)
+            if id(space) not in self._moments:
+                self._moments[id(space)] = self._moments_of(block, space)
+            deferred, peak = self._moments[id(space)]
             self._kept[key] = _Kept(
-                _saved_bytes(pricer, grid, block, space),
-                _deferred_bytes(pricer, grid, block, space),
-                self._peak_bytes(grid, block, space),
+                _saved_bytes(pricer, block, storages),
+                deferred.nbytes(prices),
+                peak.nbytes(prices, storages),
             )
         return self._kept[key]
 
@@ -156,14 +163,11 @@ class Floors:
             self._storages[id(space)] = LeastStorages(space, self.pricer.setting.storage)
         return self._storages[id(space)]
 
-    def _peak_bytes(self, grid: Grid, block: Block, space: BlockSpace) -> int:
-        """What the backward of a block holds at its peak, beside parameters."""
-        setting, prices = self.pricer.setting, self.pricer.prices(grid)
-        if id(space) not in self._moments:
-            self._moments[id(space)] = LeastPeak(
-                space, self.pricer.saved(block), setting.storage, setting.source_refs
-            )
-        return self._moments[id(space)].nbytes(prices, self.storages(space).at(prices))
+    def _moments_of(self, block: Block, space: BlockSpace) -> tuple[_Deferred, LeastPeak]:
+        pricer, setting = self.pricer, self.pricer.setting
+        return _Deferred(pricer, block, space), LeastPeak(
+            space, pricer.saved(block), setting.storage, setting.source_refs
+        )
 
     def _of_parameters(self, grid: Grid, class_index: int) -> tuple[Mapping[str, Floor], ...]:
         """By ZeRO choice; micro-batches of any size and number above one have the same."""
@@ -254,37 +258,28 @@ def _parameter_floor(
     return Floor(sum(held), sum(held) - held.gradients, running, once_s, early_s, gather_s, summed)
 
 
-def _saved_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:
+def _saved_bytes(pricer: Pricer, block: Block, storages: PricedStorages) -> int:
     """What is kept of the values that a block is given: no way to run it again makes them."""
     given = [value.ref for value in pricer.saved(block).values if value.kind != "made"]
-    return sum(
-        _least_bytes(pricer, grid, ref, [space.given[ref], *_read_as(space, ref)])
-        for ref in given
-        if ref in space.given
-    )
+    return sum(map(storages.value_bytes, given))
 
 
-def _deferred_bytes(pricer: Pricer, grid: Grid, block: Block, space: BlockSpace) -> int:
+class _Deferred:
     """What weight gradients that are computed later need: inputs, and gradients of outputs."""
-    products, inputs, total = pricer.products(block), dict[Ref, int](), 0
-    for node, options in zip(space.nodes, space.options, strict=True):
-        local = all(s.kernel == LOCAL.name for option in options for s in option.strategies)
-        if node.name not in products or not local:
-            continue
-        made = [option.outputs[0] for option in options]
-        total += _least_bytes(pricer, grid, Ref(node.name), made)
-        for index in products[node.name].held:
-            ref = node.inputs()[index]
-            least = _least_bytes(pricer, grid, ref, [option.inputs[index] for option in options])
-            inputs[ref] = min(least, inputs.get(ref, least))
-    return total + sum(inputs.values())
 
+    def __init__(self, pricer: Pricer, block: Block, space: BlockSpace) -> None:
+        products, inputs = pricer.products(block), dict[Ref, set[Layout]]()
+        made: list[tuple[Ref, set[Layout]]] = []
+        for node, options in zip(space.nodes, space.options, strict=True):
+            local = all(s.kernel == LOCAL.name for option in options for s in option.strategies)
+            if node.name not in products or not (local and options):
+                continue
+            made.append((Ref(node.name), {option.outputs[0] for option in options}))
+            for index in products[node.name].held:
+                read = inputs.setdefault(node.inputs()[index], set())
+                read |= {option.inputs[index] for option in options}
+        self._held = Footprints([(space.specs[ref], x) for ref, x in (*made, *inputs.items())])
 
-def _read_as(space: BlockSpace, ref: Ref) -> list[Layout]:
-    readers = space.consumers.get(ref, ())
-    return [option.inputs[at] for index, at in readers for option in space.options[index]]
-
-
-def _least_bytes(pricer: Pricer, grid: Grid, ref: Ref, layouts: Sequence[Layout]) -> int:
-    prices = pricer.prices(grid)
-    return min((prices.local_bytes(ref, layout) for layout in set(layouts)), default=0)
+    def nbytes(self, prices: Prices) -> int:
+        """Its least bytes on a mesh."""
+        return int(self._held.nbytes(prices).sum())

@@ -15,27 +15,20 @@ from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
 from autopar.search.copies import Step, Storage
+from autopar.search.footprints import Footprints
 from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
 from autopar.search.recompute import RecomputeProblem, StepSeconds
-
-_Lying = dict[Ref, tuple[tuple[Ref, Layout], ...]]
-"""Every storage with all that it may hold a copy of: a view that moves is a copy by itself."""
 
 
 class LeastStorages:
     """The storages of a block in any sharding. Steps that make none are left out: views."""
 
     def __init__(self, space: BlockSpace, storage: StorageMap) -> None:
-        self._storage = storage
+        self._storage, self._specs = storage, space.specs
+        self._offered = {ref: tuple(layouts) for ref, layouts in _offered(space).items()}
+        self._least = Footprints([(space.specs[ref], x) for ref, x in self._offered.items()])
         self._sized: bool | None = None
-        offered = _offered(space)
-        lying: dict[Ref, list[tuple[Ref, Layout]]] = {}
-        for ref, layouts in offered.items():
-            base = storage.base(ref)
-            lying.setdefault(base, []).extend((ref, layout) for layout in layouts)
-        self._lying: _Lying = {base: tuple(found) for base, found in lying.items()}
-        self._offered = {ref: tuple(layouts) for ref, layouts in offered.items()}
         self.steps: list[Step] = []
         for node in space.nodes:
             outputs = [Ref(node.name, index) for index in range(len(node.outputs))]
@@ -50,26 +43,26 @@ class LeastStorages:
         if self._sized is None:
             samples = batch_count(prices.names)
             self._sized = any(
-                is_sized(prices.specs[ref].shape, layout[:samples])
+                is_sized(self._specs[ref].shape, placed)
                 for ref, layouts in self._offered.items()
-                for layout in layouts
+                for placed in {layout[:samples] for layout in layouts}
             )
         return self._sized
 
     def at(self, prices: Prices) -> PricedStorages:
-        """The same with their least bytes on a mesh."""
+        """The same with their least bytes on a mesh. A storage may hold a copy of any of the values
+        that lie in it: a view that moves is a copy by itself."""
+        values = dict(zip(self._offered, self._least.nbytes(prices).tolist(), strict=True))
+        sizes: dict[Ref, int] = {}
+        for ref, nbytes in values.items():
+            base = self._storage.base(ref)
+            sizes[base] = min(nbytes, sizes.get(base, nbytes))
         return PricedStorages(
             steps=self.steps,
-            sizes={
-                base: min(prices.local_bytes(ref, layout) for ref, layout in found)
-                for base, found in self._lying.items()
-            },
-            values={
-                ref: min(prices.local_bytes(ref, layout) for layout in layouts)
-                for ref, layouts in self._offered.items()
-            },
+            sizes=sizes,
+            values=values,
             storage=self._storage,
-            specs=prices.specs,
+            specs=self._specs,
         )
 
     def _at(self, ref: Ref) -> Storage:

@@ -7,30 +7,29 @@ again; so are the gradients that it takes and gives, and those that wait for ops
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from autopar.costs.saved import SavedExtra, SavedSet
 from autopar.costs.strides import StorageMap
 from autopar.costs.transient import workspaces
 from autopar.ir.graph import OpNode, Ref
-from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
+from autopar.search.footprints import Footprints
 from autopar.search.least_kept import PricedStorages
 from autopar.search.prices import Prices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moment:
-    """The backward of a node: what is let go of after it, whose gradients are there while it runs,
-    and the layouts of its first input. Where it makes no gradients it does `run` nothing."""
+    """The backward of a node: what is let go of after it, and whose gradients are there while it
+    runs. Where it makes no gradients it does `run` nothing."""
 
     node: OpNode
     runs: bool
     frees: tuple[Ref, ...]
     gradients: tuple[Ref, ...]
-    first: frozenset[Layout]
+    extras: tuple[SavedExtra, ...]
 
 
 class LeastPeak:
@@ -40,13 +39,13 @@ class LeastPeak:
     def __init__(
         self, space: BlockSpace, saved: SavedSet, storage: StorageMap, sources: Collection[Ref]
     ) -> None:
-        self._extras = saved.extras
+        self._specs = space.specs
         keeps: dict[str, set[Ref]] = {}
         for name, ref in saved.kept:
             keeps.setdefault(name, set()).add(storage.base(ref))
         waits, kept = _waits(space, storage, sources), set(sources)
         self._moments: list[_Moment] = []
-        for node, options, gradients in zip(space.nodes, space.options, waits, strict=True):
+        for node, gradients in zip(space.nodes, waits, strict=True):
             frees = keeps.get(node.name, set()) - kept
             kept |= frees
             outputs = (Ref(node.name, index) for index in range(len(node.outputs)))
@@ -56,32 +55,36 @@ class LeastPeak:
                     runs=node.requires_grad and any(ref in space.differentiable for ref in outputs),
                     frees=tuple(sorted(frees, key=str)),
                     gradients=tuple(gradients),
-                    first=frozenset(option.inputs[0] for option in options if option.inputs),
+                    extras=tuple(extra for extra in saved.extras if extra.node == node.name),
                 )
             )
+        firsts = {
+            node.name: (node.inputs()[0], {option.inputs[0] for option in options})
+            for node, options in zip(space.nodes, space.options, strict=True)
+            if node.inputs() and options
+        }
+        self._firsts = Footprints([(space.specs[ref], x) for ref, x in firsts.values()])
+        self._read_first = tuple(firsts)
 
     def nbytes(self, prices: Prices, storages: PricedStorages) -> int:
         """The most that any moment holds on a mesh."""
+        firsts = dict(zip(self._read_first, self._firsts.numel(prices).tolist(), strict=True))
         held = peak = 0.0
         for moment in self._moments:
             held += sum(storages.nbytes((ref, ())) for ref in moment.frees)
-            held += sum(map(storages.extra_bytes, self._of(moment.node)))
+            held += sum(map(storages.extra_bytes, moment.extras))
             if moment.runs:
                 there = sum(map(storages.value_bytes, moment.gradients))
-                peak = max(peak, held + there + _works_bytes(moment, prices))
+                works = self._works_bytes(moment.node, firsts, prices.fuses_loss)
+                peak = max(peak, held + there + works)
         return round(peak)
 
-    def _of(self, node: OpNode) -> list[SavedExtra]:
-        return [extra for extra in self._extras if extra.node == node.name]
-
-
-def _works_bytes(moment: _Moment, prices: Prices) -> int:
-    """Temporaries inside the kernel of a backward."""
-    if not moment.first:
-        return 0
-    ref = moment.node.inputs()[0]
-    numel = min(prod(prices.local_shape(ref, layout)) for layout in moment.first)
-    return workspaces(moment.node, lambda _: numel, prices.specs, fuses_loss=prices.fuses_loss)[1]
+    def _works_bytes(self, node: OpNode, firsts: Mapping[str, int], fuses_loss: bool) -> int:
+        """Temporaries inside the kernel of a backward, from the elements of first inputs."""
+        if node.name not in firsts:
+            return 0
+        numel = firsts[node.name]
+        return workspaces(node, lambda _: numel, self._specs, fuses_loss=fuses_loss)[1]
 
 
 def _waits(
