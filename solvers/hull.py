@@ -40,3 +40,17 @@ def _apart(found: Sequence[Corner]) -> list[Corner]:
         if not kept or corner[1] > kept[-1][1] * (1 + _SAME):
             kept.append(corner)
     return kept
+
+
+def lower_hull(points: Iterable[Corner]) -> list[Corner]:
+    """The corners of the convex lower boundary of points, by their first coordinate."""
+    hull: list[Corner] = []
+    for x, y in sorted(points):
+        if hull and x == hull[-1][0]:
+            continue
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (
+            y - hull[-2][1]
+        ) * (hull[-1][0] - hull[-2][0]):
+            hull.pop()
+        hull.append((x, y))
+    return hull

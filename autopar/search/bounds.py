@@ -21,16 +21,12 @@ from autopar.search.pricer import Pricer
 from autopar.search.problems import ShardingProblems
 from autopar.search.stages import chain_problem
 from autopar.search.state import expert_split, least_state_bytes
-from solvers.backends import get_backend
 from solvers.partition import BlockOption, PartitionProblem, lower_bound
+from solvers.partition_loads import loaded_bound
 from solvers.partition_pooled import pooled_bound
-from solvers.partition_relaxation import relaxed_bound
 
 _BACKWARD = 2 / 3
 """Share of a micro-batch's time in which its gradients are summed."""
-
-_STAGES = 128
-"""Stages up to which a linear program bounds them."""
 
 Least = Callable[[int, Grid, Home], float]
 """Seconds that no block of a class beats on a grid and a home."""
@@ -257,16 +253,14 @@ class Bounds:
         return sharded._replace(step_s=max(sharded.step_s, full))
 
     def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
-        """The same with what bytes cost, and with every stage in its own memory where that is quick
-        to tell."""
+        """The same with what bytes cost, and every rank with whole blocks in its own memory."""
         known = self._in_flight(grid, weights)
         if not grid.pipe.flushes or known.step_s == inf:
             return known
-        problem, full = self._stage_problem(grid, weights), known.step_s
-        if grid.pipe.num_stages <= _STAGES:
-            full = max(full, relaxed_bound(problem, get_backend(self.pricer.setting.backend)))
-        priced = self._priced(grid, problem) if full < inf else None
-        return known._replace(step_s=full if priced is None else max(full, pooled_bound(priced)))
+        priced = self._priced(grid, self._stage_problem(grid, weights))
+        if priced is None:
+            return known
+        return known._replace(step_s=max(known.step_s, pooled_bound(priced), loaded_bound(priced)))
 
     def _stage_problem(self, grid: Grid, weights: Weights) -> PartitionProblem:
         classes = self._floor_classes(grid, self._fastest)

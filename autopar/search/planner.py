@@ -50,6 +50,8 @@ from autopar.search.state import (
 )
 from solvers.backends import get_backend
 from solvers.partition import PartitionProblem, lower_bound
+from solvers.partition_loads import loaded_bound
+from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 from solvers.solution import Status
 
@@ -270,7 +272,7 @@ class Planner:
             for index, (options, problem) in enumerate(self.problems(grid))
         ]
         for bound, _, options, problem in sorted(found, key=lambda item: item[:2]):
-            if seen.compares and bound >= seen.limit_s:
+            if bound >= seen.limit_s < inf:
                 return
             staged = solve_stages(
                 self.pricer,
@@ -298,7 +300,12 @@ class Planner:
                 yield options, problem
 
     def _relaxed(self, problem: PartitionProblem, enough: float) -> float:
-        return relaxed_bound(problem, get_backend(self.setting.backend), enough=enough)
+        """What the options of a grid take at the least in any stages, by a linear program where a
+        cheaper bound is not `enough`."""
+        bound = max(pooled_bound(problem), loaded_bound(problem))
+        if bound >= enough:
+            return bound
+        return max(bound, relaxed_bound(problem, get_backend(self.setting.backend), enough=enough))
 
     def _shared_zeros(self, grid: Grid) -> tuple[ZeroChoice, ...]:
         """The ZeRO choices for the parameters that several blocks read, which must agree."""

@@ -13,10 +13,12 @@ from solvers.backends import get_backend
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, lower_bound, solve_partition
 from solvers.partition_fill import least_fill
+from solvers.partition_loads import loaded_bound
 from solvers.partition_pooled import pooled_bound
 from solvers.partition_relaxation import relaxed_bound
 from solvers.random_problems import (
     random_mixed_problem,
+    random_mixed_shared_problem,
     random_partition_problem,
     random_shared_problem,
 )
@@ -105,6 +107,73 @@ def test_prices_for_all_memory_together_give_a_bound(make):
         assert cheap <= pooled <= best * (1 + 1e-9)
         sharper += pooled > cheap * (1 + 1e-6)
     assert sharper > 15
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        random_partition_problem,
+        random_shared_problem,
+        random_mixed_problem,
+        random_mixed_shared_problem,
+    ],
+)
+def test_no_way_to_deal_blocks_out_to_ranks_is_below_their_loads(make):
+    sharper = 0
+    for seed in range(200):
+        problem = make(np.random.default_rng(seed))
+        if problem.shares_ranks:
+            problem = dataclasses.replace(problem, stage_share=(0.0, 0.4, 1.0)[seed % 3])
+        best, cheap, loaded = best_partition(problem), lower_bound(problem), loaded_bound(problem)
+        assert cheap <= loaded <= best * (1 + 1e-9), seed
+        sharper += loaded > max(cheap, pooled_bound(problem)) * (1 + 1e-6)
+    assert sharper > 15
+
+
+def test_ranks_with_less_room_are_dealt_fewer_blocks_or_take_longer():
+    """The first has room for one block at full speed; of eight, some rank of four has two."""
+    fast = BlockOption(time_s=1.0, static_bytes=6.0, saved_bytes=0.0)
+    lean = BlockOption(time_s=2.0, static_bytes=4.0, saved_bytes=0.0)
+    problem = chain(8, 4, fast, lean, capacity=(8.0, 12.0, 12.0, 12.0))
+    # two lean ones on the first: three on another would all be lean too
+    best = best_partition(problem)
+    assert loaded_bound(problem) == pytest.approx(best) == pytest.approx(10 + 10 * 4)
+
+
+def test_every_stage_has_a_block_however_much_it_holds():
+    """There and back: the first stage holds 15 micro-batches, but has one block at the least."""
+    keep = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=1.0)
+    again = BlockOption(time_s=3.0, static_bytes=0.0, saved_bytes=0.0)
+    problem = chain(
+        8,
+        4,
+        keep,
+        again,
+        in_flight=(15, 15, 1, 1),
+        capacity=(6.0,) * 4,
+        stage_rank=(0, 1, 1, 0),
+    )
+    best = best_partition(problem)
+    assert best == pytest.approx(12 + 10 * 6)
+    assert pooled_bound(problem) < 0.7 * best < 0.9 * best < loaded_bound(problem) <= best
+
+
+def test_what_the_longest_stage_of_a_rank_counts_for_bounds_its_load():
+    """Blocks are held least on the second stage of a rank, which counts twice if it is longer."""
+    keep = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=1.0)
+    again = BlockOption(time_s=1.5, static_bytes=0.0, saved_bytes=0.0)
+    problem = chain(
+        8,
+        4,
+        keep,
+        again,
+        in_flight=(3, 3, 1, 1),
+        capacity=(6.0,) * 4,
+        stage_rank=(0, 1, 0, 1),
+    )
+    counted = dataclasses.replace(problem, stage_share=1.0)
+    assert loaded_bound(problem) == pytest.approx(best_partition(problem)) == pytest.approx(48)
+    assert 1.03 * best_partition(problem) < loaded_bound(counted) <= best_partition(counted)
 
 
 def test_blocks_cannot_all_lie_where_they_are_held_least():
