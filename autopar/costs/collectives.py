@@ -221,6 +221,7 @@ class ClusterCollectives:
         measured: LinkTimes | None = None,
     ) -> None:
         self._measured = measured
+        self._times: dict[tuple[CollectiveOp, float, str], float] = {}
         self._routes = {axis.name: axis_routes(axis, axes, cluster, first_rank) for axis in axes}
 
     def routes(self, axis_name: str) -> tuple[Route, ...]:
@@ -229,7 +230,11 @@ class ClusterCollectives:
 
     def time_s(self, op: CollectiveOp, nbytes: float, axis_name: str) -> float:
         """Seconds of `op` over the slowest group of the axis. KeyError for an unknown axis."""
-        return max(route.time_s(op, nbytes, self._measured) for route in self._routes[axis_name])
+        key = (op, nbytes, axis_name)
+        if key not in self._times:
+            routes = self._routes[axis_name]
+            self._times[key] = max(route.time_s(op, nbytes, self._measured) for route in routes)
+        return self._times[key]
 
     def wait_s(self, axis_name: str) -> float:
         """Seconds that the ranks of a group wait for each other where they come to a collective

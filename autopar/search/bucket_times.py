@@ -3,8 +3,6 @@ travel in, and its update by the optimizer."""
 
 from __future__ import annotations
 
-from math import prod
-
 from autopar.costs.optimizer_state import optimizer_op
 from autopar.ir.collective import CollectiveOp
 from autopar.search.grid import Grid
@@ -37,14 +35,14 @@ def bucket_parts(
     return 1.0 if alone else pricer.prices(grid).bucket_parts(local_bytes)
 
 
-def update_s(pricer: Pricer, shape: tuple[int, ...], moved_bytes: float) -> float:
-    """Seconds of the optimizer's step on one parameter of a local shape: as measured, else what
+def update_s(pricer: Pricer, numel: int, moved_bytes: float) -> float:
+    """Seconds of the optimizer's step on so many elements of one parameter: as measured, else what
     moving `moved_bytes` takes."""
     training = pricer.setting.training
     precision, profile = training.precision, pricer.profile
     if profile is not None and not pricer.setting.execution.step_bytes:
         dtype = "float32" if precision.master else precision.param_dtype
-        op = optimizer_op(training.optimizer, training.optimizer_kwargs, prod(shape), dtype)
+        op = optimizer_op(training.optimizer, training.optimizer_kwargs, numel, dtype)
         found = profile.lookup(op)
         if found is not None:
             return found[0]

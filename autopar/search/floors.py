@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autopar.costs.calibration import curve_of
 from autopar.costs.compute import memory_s
 from autopar.ir.blocks import Block
-from autopar.ir.graph import Ref
+from autopar.ir.graph import Ref, Source
 from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.rules.index_expr import LOCAL
@@ -30,7 +30,6 @@ from autopar.search.pricer import Pricer
 from autopar.search.prices import Prices
 from autopar.search.state import (
     PREFETCHED,
-    UNSPLIT,
     ParameterState,
     ZeroChoice,
     accumulated_numel,
@@ -68,6 +67,25 @@ class Floor(NamedTuple):
     summed: float = 0.0
 
 
+class _Parameters(NamedTuple):
+    """The least of all parameters of a block, and the elements of gradients that are added up by
+    the dtype of the parameters."""
+
+    least: Floor
+    summed: Mapping[str, float]
+
+
+class _Kind(NamedTuple):
+    """A parameter as its floors depend on it, with its layouts; whether several blocks read it, and
+    whether the backward does."""
+
+    ref: Ref
+    source: Source
+    offered: tuple[Layout, ...]
+    shared: bool
+    kept: bool
+
+
 class _Kept(NamedTuple):
     """Bytes that a class saves on a grid at the least, that it holds for weight gradients computed
     later, and that are there at the peak of its backward."""
@@ -83,8 +101,10 @@ class Floors:
 
     pricer: Pricer
     _kept: dict[object, _Kept] = field(default_factory=dict)
-    _choices: dict[object, tuple[Mapping[str, Floor], ...]] = field(default_factory=dict)
-    _parameters: dict[object, Array] = field(default_factory=dict)
+    _choices: dict[object, tuple[_Parameters, ...]] = field(default_factory=dict)
+    _parameters: dict[object, dict[int, Array]] = field(default_factory=dict)
+    _kinds: dict[object, _Kind] = field(default_factory=dict)
+    _of_block: dict[object, list[tuple[Ref, _Kind]]] = field(default_factory=dict)
     _storages: dict[int, LeastStorages] = field(default_factory=dict)
     _moments: dict[int, tuple[_Deferred, LeastPeak]] = field(default_factory=dict)
 
@@ -100,15 +120,20 @@ class Floors:
         if splits:
             saved = max(saved, deferred)
         options = []
-        for by_dtype in self._of_parameters(grid, class_index):
-            each = Floor(*map(sum, zip(Floor(), *by_dtype.values(), strict=True)))
+        parameters = self._of_parameters(grid, class_index)
+        widths = {
+            dtype: accumulation_width(self.pricer.setting, dtype, grid.micro_batches)
+            for dtype in parameters[0].summed
+        }
+        for each, summed in parameters:
             once_s = least_s + each.gather_s - hidden * min(each.gather_s, least_s)
+            moved = sum(widths[dtype] * numel for dtype, numel in summed.items())
             state, held = each.held_bytes, each.held_bytes + saved
             if replaced:  # gradients come as what is saved goes, once
                 state, held = each.state_bytes, max(each.held_bytes, float(saved))
             options.append(
                 BlockOption(
-                    time_s=once_s + self._summed_s(grid, by_dtype),
+                    time_s=once_s + memory_s(moved, self.pricer.device, kernels=0),
                     static_bytes=held - saved,
                     saved_bytes=float(saved),
                     # what is not kept is made again
@@ -127,15 +152,6 @@ class Floors:
     def peak_bytes(self, grid: Grid, class_index: int) -> int:
         """What the backward of a block holds at its peak, beside parameters."""
         return self._kept_on(grid, class_index).peak_bytes
-
-    def _summed_s(self, grid: Grid, by_dtype: Mapping[str, Floor]) -> float:
-        """Seconds to add up gradients in a micro-batch."""
-        widths = {
-            dtype: accumulation_width(self.pricer.setting, dtype, grid.micro_batches)
-            for dtype in by_dtype
-        }
-        moved = sum(widths[dtype] * each.summed for dtype, each in by_dtype.items())
-        return memory_s(moved, self.pricer.device, kernels=0)
 
     def _kept_on(self, grid: Grid, class_index: int) -> _Kept:
         """The same on all meshes with whose sizes nothing of the block changes its own."""
@@ -169,61 +185,78 @@ class Floors:
             space, pricer.saved(block), setting.storage, setting.source_refs
         )
 
-    def _of_parameters(self, grid: Grid, class_index: int) -> tuple[Mapping[str, Floor], ...]:
+    def _of_parameters(self, grid: Grid, class_index: int) -> tuple[_Parameters, ...]:
         """By ZeRO choice; micro-batches of any size and number above one have the same."""
         key = (class_index, grid.mesh, grid.pipeline, grid.micro_batches > 1)
         if key not in self._choices:
-            pricer = self.pricer
-            block = pricer.setting.chain.representative(class_index)
-            space = pricer.space(block, pricer.block_mesh(grid, block))
-            choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
-            self._choices[key] = tuple(
-                self._floor(grid, block, space, choice) for choice in choices
-            )
+            block = self.pricer.setting.chain.representative(class_index)
+            space = self.pricer.space(block, self.pricer.block_mesh(grid, block))
+            self._choices[key] = self._least(grid, block, space)
         return self._choices[key]
 
-    def _floor(
-        self, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
-    ) -> Mapping[str, Floor]:
-        """Of all parameters of a block; those of several blocks under any choice that they may
-        have."""
-        least: dict[str, Floor] = {}
-        for ref, by_layout in self.of_layouts(grid, block, space, choice).items():
+    def _least(self, grid: Grid, block: Block, space: BlockSpace) -> tuple[_Parameters, ...]:
+        by_dtype: dict[str, Array] = {}
+        for ref, floors in self.of_layouts(grid, block, space).items():
             dtype = self.pricer.setting.sources[ref.name].spec.dtype
-            both = least.get(dtype, Floor()), Floor(*map(float, by_layout.min(axis=0)))
-            least[dtype] = Floor(*map(sum, zip(*both, strict=True)))
-        return least
+            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + floors.min(axis=1)
+        whole = sum(
+            by_dtype.values(), np.zeros((len(self._zero_choices(grid)), len(Floor._fields)))
+        )
+        least = [Floor(*row) for row in whole.tolist()]
+        summed = {
+            dtype: [Floor(*x).summed for x in own.tolist()] for dtype, own in by_dtype.items()
+        }
+        return tuple(
+            _Parameters(each, {dtype: own[index] for dtype, own in summed.items()})
+            for index, each in enumerate(least)
+        )
 
-    def of_layouts(
-        self, grid: Grid, block: Block, space: BlockSpace, choice: ZeroChoice
-    ) -> dict[Ref, Array]:
-        """The same for each parameter of a block and each of its layouts: [layout, field of
-        `Floor`]."""
-        pricer = self.pricer
-        prices, several = pricer.prices(grid), pricer.setting.shared_positions[block.class_index]
-        shared = shared_choices(zero_choices(prices, pricer.setting.pins.zero)) or (UNSPLIT,)
-        layouts = {source.name: offered for source, offered in space.parameters}
-        kept = pricer.kept_parameters(block)
+    def of_layouts(self, grid: Grid, block: Block, space: BlockSpace) -> dict[Ref, Array]:
+        """The same for each parameter of a block and each of its layouts: [ZeRO choice, layout,
+        field of `Floor`]; those of several blocks under any choice that they may have."""
         on = (grid.mesh, grid.pipeline, grid.micro_batches > 1)
+        known = self._parameters.setdefault(on, {})
         found = {}
-        for position, ref in enumerate(block.parameters):
-            source = pricer.setting.sources[ref.name]
-            choices = shared if position in several else (choice,)
-            offered, again = layouts[ref.name], ref in kept
-            alike = (source.spec, source.trainable, source.kind, offered, choices, again, on)
-            if alike not in self._parameters:
-                floors = [
-                    [
-                        _parameter_floor(
-                            pricer, grid, ref, parameter_state(source, layout, prices, each), again
-                        )
-                        for each in choices
-                    ]
-                    for layout in offered
-                ]
-                self._parameters[alike] = np.array(floors, dtype=float).min(axis=1)
-            found[ref] = self._parameters[alike]
+        for ref, kind in self._kinds_of(block, space):
+            if id(kind) not in known:
+                known[id(kind)] = self._of_kind(grid, kind)
+            found[ref] = known[id(kind)]
         return found
+
+    def _kinds_of(self, block: Block, space: BlockSpace) -> list[tuple[Ref, _Kind]]:
+        """The parameters of a block, each with the first like it of all blocks."""
+        key = (block.class_index, id(space))
+        if key not in self._of_block:
+            pricer = self.pricer
+            several = pricer.setting.shared_positions[block.class_index]
+            layouts = {source.name: offered for source, offered in space.parameters}
+            kept = pricer.kept_parameters(block)
+            found = self._of_block[key] = []
+            for position, ref in enumerate(block.parameters):
+                source, offered = pricer.setting.sources[ref.name], layouts[ref.name]
+                own = _Kind(ref, source, offered, position in several, ref in kept)
+                alike = (source.spec, source.trainable, source.kind, *own[2:])
+                found.append((ref, self._kinds.setdefault(alike, own)))
+        return self._of_block[key]
+
+    def _of_kind(self, grid: Grid, kind: _Kind) -> Array:
+        pricer, prices = self.pricer, self.pricer.prices(grid)
+        known: dict[ParameterState, Floor] = {}
+
+        def floor(layout: Layout, choice: ZeroChoice) -> Floor:
+            state = parameter_state(kind.source, layout, prices, choice)
+            if state not in known:
+                known[state] = _parameter_floor(pricer, grid, kind.ref, state, kind.kept)
+            return known[state]
+
+        choices = offered = self._zero_choices(grid)
+        if kind.shared:
+            offered = shared_choices(choices)
+        floors = np.array([[floor(x, each) for x in kind.offered] for each in offered], dtype=float)
+        return floors.min(axis=0)[None].repeat(len(choices), axis=0) if kind.shared else floors
+
+    def _zero_choices(self, grid: Grid) -> tuple[ZeroChoice, ...]:
+        return zero_choices(self.pricer.prices(grid), self.pricer.setting.pins.zero)
 
 
 def hidden_share(pricer: Pricer, stages: int) -> float:

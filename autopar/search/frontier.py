@@ -23,7 +23,7 @@ from autopar.search.grid import Grid
 from autopar.search.least_kept import least_again
 from autopar.search.problems import ShardingProblems
 from autopar.search.sharding import ShardingProblem
-from autopar.search.state import accumulation_width, zero_choices
+from autopar.search.state import accumulation_width
 from solvers.hull import Line, corners
 from solvers.partition import BlockOption
 
@@ -151,14 +151,12 @@ class _Trade:
         space = pricer.space(block, pricer.block_mesh(grid, block))
         self._problem = problems.of(grid, class_index)
         hidden = hidden_share(pricer, grid.pipeline)
-        choices = zero_choices(pricer.prices(grid), pricer.setting.pins.zero)
-        tables = [floors.of_layouts(grid, block, space, choice) for choice in choices]
+        tables = floors.of_layouts(grid, block, space)
         self._tables: dict[Ref, tuple[Array, Array]] = {}
         self.least_held = self.least_state = self._least_more_s = self.least_once_s = 0.0
         blocks = len(pricer.setting.chain.blocks)
         for ref in block.parameters:
-            floors_of = np.stack([table[ref] for table in tables])  # [choice, layout, field]
-            held, kept, running, step_s, early_s, gather_s, summed = np.moveaxis(floors_of, -1, 0)
+            held, kept, running, step_s, early_s, gather_s, summed = np.moveaxis(tables[ref], -1, 0)
             held = (held if grid.micro_batches > 1 else kept) + running / blocks
             dtype = pricer.setting.sources[ref.name].spec.dtype
             width = accumulation_width(pricer.setting, dtype, grid.micro_batches)

@@ -212,8 +212,7 @@ def _update_bytes(pricer: Pricer, grid: Grid, states: States, block: Block) -> U
 
 def cold_share(setting: Setting, stages: int) -> float:
     """The share of first blocks of so many stages among the blocks that have weights."""
-    with_weights = sum(1 for block in setting.chain.blocks if block.parameters)
-    return min(1.0, stages / max(with_weights, 1))
+    return min(1.0, stages / max(setting.weighted_blocks, 1))
 
 
 def class_options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.costs.calibration import curve_of
 from autopar.costs.collectives import ClusterCollectives
@@ -84,7 +85,7 @@ class Pricer:
         """What prices a stage, where the grid puts it."""
         return self.at(self.places.homes(grid)[grid.pipe.placement[stage]])
 
-    @property
+    @cached_property
     def device(self) -> DeviceSpec:
         """The device that has the least FLOP/s, where several share a stage's work."""
         dtype = self.setting.training.precision.param_dtype
@@ -216,8 +217,7 @@ class Pricer:
 
     def local(self, node: OpNode, option: Option | NodeChoice, prices: Prices) -> LocalOp:
         """A node on the local shapes of an option."""
-        inputs = node.inputs()
-        specs = self.setting.specs
+        inputs, specs = node.inputs(), self.setting.specs
         if node.name not in self._orders:
             self._orders[node.name] = self.setting.storage.orders(node, specs)
         return local_op(

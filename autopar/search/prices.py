@@ -56,7 +56,7 @@ class Prices:
     costs: NodeCosts = field(default_factory=NodeCosts, repr=False)
     scatters: bool = False
     fuses_loss: bool = False
-    _bytes: dict[tuple[Ref, Layout], int] = field(default_factory=dict, init=False, repr=False)
+    _numel: dict[tuple[Ref, Layout], int] = field(default_factory=dict, init=False, repr=False)
     _seconds: dict[TensorSpec, NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -71,12 +71,17 @@ class Prices:
         """Shape of a value's largest local part."""
         return largest_shape(shape_at(self.specs[ref].shape, self.batch), layout, self.sizes)
 
+    def local_numel(self, ref: Ref, layout: Layout) -> int:
+        """Elements of a value's largest local part."""
+        key = (ref, layout)
+        numel = self._numel.get(key)
+        if numel is None:
+            numel = self._numel[key] = prod(self.local_shape(ref, layout))
+        return numel
+
     def local_bytes(self, ref: Ref, layout: Layout) -> int:
         """Bytes of a value's largest local part."""
-        key = (ref, layout)
-        if key not in self._bytes:
-            self._bytes[key] = DTYPE_BYTES[self.specs[ref].dtype] * prod(self.local_shape(*key))
-        return self._bytes[key]
+        return DTYPE_BYTES[self.specs[ref].dtype] * self.local_numel(ref, layout)
 
     def waited_s(self, op: CollectiveOp, nbytes: float, axis: str) -> float:
         """Seconds of a collective that compute waits for, until the last rank comes to it

@@ -15,7 +15,7 @@ from autopar.costs.narrow import last_products
 from autopar.costs.strides import StorageMap, trace_storage
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.cluster import Cluster
-from autopar.ir.graph import OpNode, Ref, SourceKind
+from autopar.ir.graph import OpNode, Ref, Source, SourceKind
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout, Shard
 from autopar.plan.flow import shared_layouts
@@ -73,6 +73,22 @@ class Setting(GraphFacts):
             for s in self.graph.sources
             if s.kind is SourceKind.PARAMETER
         )
+
+    def state_bytes(self, source: Source, numel: int) -> StateBytes:
+        """State of so many local elements of a parameter or buffer."""
+        key = (numel, source.trainable, source.spec.dtype)
+        if key not in self._state_bytes:
+            self._state_bytes[key] = state_bytes(*key, self.training)
+        return self._state_bytes[key]
+
+    @cached_property
+    def _state_bytes(self) -> dict[tuple[int, bool, str], StateBytes]:
+        return {}
+
+    @cached_property
+    def weighted_blocks(self) -> int:
+        """Blocks that have parameters."""
+        return sum(1 for block in self.chain.blocks if block.parameters)
 
     @cached_property
     def expert_state(self) -> StateBytes:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.costs.memory import StateBytes, state_bytes, total_bytes, zero_bytes
+from autopar.costs.memory import StateBytes, total_bytes, zero_bytes
 from autopar.costs.optimizer_state import optimizer_step_bytes
 from autopar.ir.blocks import Block
 from autopar.ir.collective import CollectiveOp
@@ -186,14 +186,12 @@ def parameter_bytes(
     pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices, grid: Grid
 ) -> StateBytes:
     """State held for one parameter."""
-    source, training = pricer.setting.sources[ref.name], pricer.setting.training
+    setting, source = pricer.setting, pricer.setting.sources[ref.name]
     whole, shard = (
-        state_bytes(
-            prod(prices.local_shape(ref, layout)), source.trainable, source.spec.dtype, training
-        )
+        setting.state_bytes(source, prices.local_numel(ref, layout))
         for layout in (state.layout, state.stored or state.layout)
     )
-    several = accumulates(pricer.setting, grid, state.level)
+    several = accumulates(setting, grid, state.level)
     return zero_bytes(whole, shard, state.level, accumulates=several)
 
 
@@ -278,14 +276,14 @@ def accumulated_numel(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterStat
     """Elements of the sum that a parameter's gradients add up in."""
     whole = state.level < 2 or accumulates(pricer.setting, grid, state.level)
     layout = state.layout if whole else state.stored or state.layout
-    return prod(pricer.prices(grid).local_shape(ref, layout))
+    return pricer.prices(grid).local_numel(ref, layout)
 
 
 def optimizer_bytes(pricer: Pricer, ref: Ref, state: ParameterState, prices: Prices) -> int:
     """Bytes that the optimizer moves to update this rank's share of a parameter."""
     training = pricer.setting.training
     precision = training.precision
-    numel = prod(prices.local_shape(ref, state.stored or state.layout))
+    numel = prices.local_numel(ref, state.stored or state.layout)
     return pricer.setting.execution.step_bytes * numel + optimizer_step_bytes(
         training.optimizer,
         training.optimizer_kwargs,
@@ -357,8 +355,8 @@ def sync_seconds(
 def optimizer_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
     """Seconds of the optimizer's step on this rank's share of a parameter."""
     prices = pricer.prices(grid)
-    shape = prices.local_shape(ref, state.stored or state.layout)
-    return update_s(pricer, shape, optimizer_bytes(pricer, ref, state, prices))
+    numel = prices.local_numel(ref, state.stored or state.layout)
+    return update_s(pricer, numel, optimizer_bytes(pricer, ref, state, prices))
 
 
 def gather_seconds(pricer: Pricer, grid: Grid, ref: Ref, state: ParameterState) -> float:
