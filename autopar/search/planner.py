@@ -64,7 +64,7 @@ PATIENCE = 48
 Unlike a limit on time, it ends in the same place on any machine."""
 
 _HOPELESS = 4
-"""Grids whose state alone does not fit that are solved to say by how much."""
+"""Grids that do not fit which are solved to say by how much, while there is nothing to beat."""
 
 Fixed = tuple[Mapping[str, Layout], ...]
 """How the parameters lie that several blocks read, for every spot of a grid."""
@@ -154,9 +154,9 @@ class Planner:
             bound, grid = entry.bound, entry.grid
             if not late and dive.stands_back(queue, entry):
                 continue
-            if seen.compares and bound >= seen.limit_s:
+            if bound >= seen.limit_s < inf:
                 continue
-            if bound == inf and (seen.compares or len(seen.unfit) >= _HOPELESS):
+            if bound == inf and (seen.limit_s < inf or len(seen.unfit) >= _HOPELESS):
                 return
             if seen.compares and (late or seen.in_vain >= PATIENCE):
                 seen.timed_out = late
