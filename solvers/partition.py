@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from solvers.backends import Backend, get_backend
 from solvers.partition_bound import lower_bound
 from solvers.partition_dp import ArcCosts, Path
+from solvers.partition_even import is_long
+from solvers.partition_filled import filled
 from solvers.partition_graph import ArcGraph, chain_graph
 from solvers.partition_ilp import solve_ilp
 from solvers.partition_pricing import OutOfTime
@@ -52,6 +54,9 @@ _MANY = 256
 rounds are made: there are as many that good as it takes long to tell which is the best."""
 _MANY_ROUNDS = 24
 _CLOSE = 3e-4
+_FILLED_CLOSE = 0.1
+"""The same of ranks that are filled, where it is known how close that is to what can be: a closer
+look takes a thousand times as long and seldom finds better."""
 
 
 def solve_partition(
@@ -63,6 +68,7 @@ def solve_partition(
     time_limit_s: float = 60.0,
     gap: float = 1e-6,
     cutoff: float = math.inf,
+    known: float = -math.inf,
 ) -> PartitionSolution:
     """The fastest partition that fits.
 
@@ -72,25 +78,30 @@ def solve_partition(
     bytes that stages lack at the least. Where stages share ranks both methods are the same, and
     exact unless the classes of the chain change so often that neither the ways to cut between them
     (`partition_ranks`) nor all partitions can be gone through: then FEASIBLE, or TIME_LIMIT, with a
-    bound that is proven; and so where a rank's longest stage counts for itself. A bound of `cutoff`
-    or more ends their search. Raises ValueError for an unknown method and `BackendUnavailable`.
+    bound that is proven; and so where a rank's longest stage counts for itself, and in long chains,
+    unless an engine is to prove the answer. A bound of `cutoff` or more ends their search; what is
+    `known` is a bound that holds. Raises ValueError for an unknown method and `BackendUnavailable`.
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     deadline = time.perf_counter() + time_limit_s
-    enough = cutoff if problem.shares_ranks else math.inf
+    engine = get_backend(backend) if method == "ilp" or certify else None
+    long = engine is None and is_long(problem)
+    enough = cutoff if long or problem.shares_ranks else math.inf
     run = _Run(problem=problem, gap=gap, deadline=deadline, cutoff=enough)
     if len(problem.blocks) < problem.num_stages * problem.min_blocks:
         lacking = float(problem.num_stages * problem.min_blocks - len(problem.blocks))
         return run.infeasible(conflict=(("blocks", lacking),))
-    engine = get_backend(backend) if method == "ilp" or certify else None
-    if problem.shares_ranks:
-        graphs = rank_graphs(problem.scaled(), run.deadline)
-        if not graphs:
-            return _tried(run) if can_try_all(problem) else _shared(run)
+    if long and _fill(run, known):
+        return run.solution(bound=run.relaxed_bound, engine="filling")
+    graphs = rank_graphs(problem.scaled(), deadline) if long or problem.shares_ranks else []
+    if graphs:
         solution = _by_rank(run, graphs)
         done = solution.status in (Status.OPTIMAL, Status.INFEASIBLE) or solution.bound >= cutoff
         return solution if done or not can_try_all(problem) else _tried(run)
+    if problem.shares_ranks:
+        return _tried(run) if can_try_all(problem) else _shared(run)
+    run.cutoff = math.inf
     graph = chain_graph(problem.scaled(), run.deadline)
     try:
         arcs = _dynamic_program(run, graph)
@@ -220,6 +231,18 @@ class _Run:
         )
 
 
+def _fill(run: _Run, known: float) -> bool:
+    """Offer ranks of a long chain that are filled one block after the other; whether that is as
+    near to what is known as is asked for."""
+    found = filled(run.problem)
+    if found is None:
+        return False
+    run.offer(*found)
+    run.relaxed_bound = max(run.relaxed_bound, known)
+    close = _FILLED_CLOSE if len(run.problem.blocks) >= _MANY else _SPLIT_CLOSE
+    return run.objective <= known * (1 + close)
+
+
 def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     """Solve exactly, into `run`, and return the arcs as they are priced then; None where there is
     no partition, or none that beats the incumbent. Raises OutOfTime, with `run` up to date."""
@@ -260,7 +283,7 @@ def _dynamic_program(run: _Run, graph: ArcGraph) -> ArcCosts | None:
     if table.is_real(path):
         _offer(run, graph, path)
     else:
-        _offer_real(run, graph, arcs.allowed)
+        _offer_real(run, graph, [place.allowed for place in arcs.places])
     return arcs
 
 
@@ -383,11 +406,11 @@ def _price_survivors(run: _Run, graph: ArcGraph, arcs: ArcCosts) -> ArcCosts:
     """Make exact whatever may beat the incumbent, and drop the rest."""
     table, search = graph.table, graph.search
     kept = table.survivors(search, arcs, run.enough)
-    used = [np.zeros_like(table.pricer.run, dtype=bool) for _ in table.pricer.kinds]
+    used = [np.zeros_like(place.allowed) for place in table.places]
     for stage, kind in enumerate(search.kind_of_stage):
         used[kind] |= kept[stage]
-    for kind, mask in enumerate(used):
-        table.price((kind, int(c)) for c in np.unique(table.pricer.run[mask]))
+    for kind, (place, mask) in enumerate(zip(table.places, used, strict=True)):
+        table.price((kind, composition) for composition in place.only(mask).compositions().tolist())
     return table.arcs(used)
 
 

@@ -13,102 +13,74 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.partition_arcs import Arcs, Box, Laid
 from solvers.partition_pricing import Array, OutOfTime
 from solvers.partition_problem import PartitionProblem
 
 _SLACK = 1e-12
 
-Box = tuple[slice, slice]
-"""Where arcs start and end."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxed:
-    """Costs [start, end] of the arcs in a box alone; asked for by the same indices as all would."""
-
-    own: Array
-    box: Box
-
-    def __getitem__(self, at: tuple[slice, slice] | tuple[int, int]) -> Any:
-        return self.own[tuple(map(_moved, at, self.box))]
-
-
-def _moved(at: slice | int, side: slice) -> slice | int:
-    if isinstance(at, slice):
-        return slice(at.start - side.start, at.stop - side.start)
-    return at - int(side.start)
-
-
-Costs = Sequence[Array] | Sequence[Boxed]
-"""Per kind of stage, costs [start, end] of arcs."""
+Costs = Sequence[Laid]
+"""Per kind of stage, costs of arcs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArcCosts:
     """Time and sync of arcs, per kind of stage: arrays [ways, composition]; inf = no such way.
 
-    `run[start, end]` is the composition of an arc; per kind, `boundary_s[start, end]` is the cost
-    of its cuts, `allowed` says which arcs there are, and `box` where they start and end, outside
-    which nothing is computed. Towards the bottleneck counts an arc's time, of which the cuts are a
-    part or run beside the rest; or, where there are `counts`, what these say of every way.
+    `places` are the arcs of every kind, outside of which nothing is computed. Towards the
+    bottleneck counts an arc's time, of which the cuts are a part or run beside the rest; or, where
+    there are `counts`, what these say of every way.
     """
 
     time: list[Array]
     sync: list[Array]
     counts: list[Array] | None = None
-    run: NDArray[np.intp]
-    boundary_s: list[Array]
-    allowed: list[NDArray[np.bool_]]
-    box: list[Box]
+    places: list[Arcs]
     boundary_in_max: bool = True
 
-    def limited(self, sync_limit: float) -> Callable[[float], list[Boxed]]:
+    def limited(self, sync_limit: float) -> Callable[[float], list[Laid]]:
         """The least times of the ways within a sync limit, by a limit of what counts towards the
         bottleneck."""
         if self.counts is not None:
             return partial(self.least_time, sync_limit)
         costs, tops = self.least_time(sync_limit), self.least_tops(sync_limit)
 
-        def within(limit: float) -> list[Boxed]:
+        def within(limit: float) -> list[Laid]:
             return [
-                Boxed(np.where(top.own <= limit, cost.own, np.inf), cost.box)
+                cost.like(np.where(top.own <= limit, cost.own, np.inf))
                 for cost, top in zip(costs, tops, strict=True)
             ]
 
         return within
 
-    def least_time(self, sync_limit: float = math.inf, limit: float = math.inf) -> list[Boxed]:
-        """Per kind, the least time [start, end] of the ways within a sync limit, and where they
-        have counts within a limit of these."""
-        least: list[Boxed] = []
-        each = zip(self.allowed, self.boundary_s, self.box, strict=True)
-        for kind, (allowed, boundary_s, box) in enumerate(each):
+    def least_time(self, sync_limit: float = math.inf, limit: float = math.inf) -> list[Laid]:
+        """Per kind, the least time of the ways within a sync limit, and where they have counts
+        within a limit of these."""
+        least: list[Laid] = []
+        for kind, place in enumerate(self.places):
             some = self._within(kind, sync_limit, limit)
-            of_run = np.where(some, self.time[kind], np.inf).min(axis=0)[self.run[box]]
-            own = np.where(allowed[box], of_run + boundary_s[box], np.inf)
-            least.append(Boxed(own, box))
+            own = np.where(some, self.time[kind], np.inf).min(axis=0)
+            least.append(place.lay(own, place.cuts_s))
         return least
 
-    def least_tops(self, sync_limit: float = math.inf) -> list[Boxed]:
-        """Per kind, the least [start, end] that a way within a sync limit counts towards the
-        bottleneck."""
+    def least_tops(self, sync_limit: float = math.inf) -> list[Laid]:
+        """Per kind, the least that a way within a sync limit counts towards the bottleneck."""
         if self.counts is None:
-            each = zip(self.least_time(sync_limit), self.boundary_s, strict=True)
-            return [Boxed(self.top(c.own, cuts[c.box]), c.box) for c, cuts in each]
-        least: list[Boxed] = []
-        for kind, (allowed, box) in enumerate(zip(self.allowed, self.box, strict=True)):
+            each = zip(self.least_time(sync_limit), self.places, strict=True)
+            return [cost.like(self.top(cost.own, place.cuts_s)) for cost, place in each]
+        least: list[Laid] = []
+        for kind, place in enumerate(self.places):
             some = self._within(kind, sync_limit, math.inf)
-            of_run = np.where(some, self.counts[kind], np.inf).min(axis=0)[self.run[box]]
-            least.append(Boxed(np.where(allowed[box], of_run, np.inf), box))
+            least.append(place.lay(np.where(some, self.counts[kind], np.inf).min(axis=0)))
         return least
 
     def _within(self, kind: int, sync_limit: float, limit: float) -> NDArray[np.bool_]:
@@ -120,28 +92,28 @@ class ArcCosts:
 
     def counted(self, kind: int, start: int, end: int, way: int) -> float:
         """What a way of an arc counts towards the bottleneck."""
-        composition = self.run[start, end]
+        place = self.places[kind]
+        composition = place.composition(start, end)
         if self.counts is not None:
             return float(self.counts[kind][way, composition])
-        cuts_s = self.boundary_s[kind][start, end]
+        cuts_s = np.array(place.cut_s(start, end))
         return float(self.top(self.time[kind][way, composition] + cuts_s, cuts_s))
 
     def top(self, time_s: Array, cuts_s: Array) -> Array:
         """All of a time; where cuts take theirs beside the blocks, what is longer of both."""
         return time_s if self.boundary_in_max else np.maximum(time_s - cuts_s, cuts_s)
 
-    def least_sync(self) -> list[Boxed]:
-        """Per kind, the least sync [start, end] of any way."""
-        least: list[Boxed] = []
-        each = zip(self.time, self.sync, self.allowed, self.box, strict=True)
-        for time_s, sync_s, allowed, box in each:
-            of_run = np.where(np.isfinite(time_s), sync_s, np.inf).min(axis=0)[self.run[box]]
-            least.append(Boxed(np.where(allowed[box], of_run, np.inf), box))
-        return least
+    def least_sync(self) -> list[Laid]:
+        """Per kind, the least sync of any way."""
+        each = zip(self.time, self.sync, self.places, strict=True)
+        return [
+            place.lay(np.where(np.isfinite(time_s), sync_s, np.inf).min(axis=0))
+            for time_s, sync_s, place in each
+        ]
 
     def fastest(self, kind: int, start: int, end: int, sync_limit: float, limit: float) -> int:
         """The fastest way of an arc within limits."""
-        composition = self.run[start, end]
+        composition = self.places[kind].composition(start, end)
         some = self._within(kind, sync_limit, limit)[:, composition]
         return int(np.where(some, self.time[kind][:, composition], np.inf).argmin())
 
@@ -173,6 +145,7 @@ class ChainSearch:
         self.deadline = deadline
         self.first, self.last = list(first), list(last)
         self.length = self.last[-1]
+        self.longest = sys.maxsize
 
     @classmethod
     def of(
@@ -202,7 +175,7 @@ class ChainSearch:
         last = [min(f, k * longest) for k, f in enumerate(self.last)]
         some = all(low <= high for low, high in zip(first, last, strict=True))
         if some:
-            self.first, self.last = first, last
+            self.first, self.last, self.longest = first, last, longest
         return some
 
     def boxes(self) -> list[Box]:
@@ -233,26 +206,25 @@ class ChainSearch:
         reach[self.length] = 0.0
         reaches = [reach]
         for stage in reversed(range(len(self.kind_of_stage))):
-            starts, ends = self.window(stage)
-            cost = costs[self.kind_of_stage[stage]][starts, ends]
+            window = self.window(stage)
             before = np.full(self.length + 1, np.inf)
-            before[starts] = (cost + reaches[-1][None, ends]).min(axis=1)
+            before[window[0]] = costs[self.kind_of_stage[stage]].backward(reaches[-1], window)
             reaches.append(before)
         return reaches[::-1]
 
-    def _forward(self, costs: Costs, *, bottleneck: bool) -> tuple[list[Array], list[Array]]:
+    def _forward(
+        self, costs: Costs, *, bottleneck: bool
+    ) -> tuple[list[Array], list[NDArray[np.intp]]]:
         if time.perf_counter() > self.deadline:
             raise OutOfTime
         reach = np.full(self.length + 1, np.inf)
         reach[0] = 0.0
-        reaches, origins = [reach], []
+        reaches, origins = [reach], list[NDArray[np.intp]]()
+        join = np.maximum if bottleneck else np.add
         for stage, kind in enumerate(self.kind_of_stage):
-            starts, ends = self.window(stage)
-            before, cost = reaches[-1][starts, None], costs[kind][starts, ends]
-            through = np.maximum(before, cost) if bottleneck else before + cost
-            origin = through.argmin(axis=0)
+            window = self.window(stage)
             after = np.full(self.length + 1, np.inf)
-            after[ends] = np.take_along_axis(through, origin[None, :], axis=0)[0]
+            after[window[1]], origin = costs[kind].onward(reaches[-1], window, join)
             reaches.append(after)
             origins.append(origin)
         return reaches, origins
@@ -266,7 +238,7 @@ class ChainSearch:
         positions = [self.length]
         for stage in reversed(range(len(origins))):
             origin = origins[stage][positions[-1] - self.first[stage + 1]]
-            positions.append(int(origin) + self.first[stage])
+            positions.append(int(origin))
         return total, tuple(reversed(positions))
 
     def least_bottleneck(self, costs: Costs) -> float:
@@ -299,7 +271,7 @@ class ChainSearch:
         """(kind, way, composition) of every arc of a path."""
         each = zip(self.kind_of_stage, path.ways, itertools.pairwise(path.positions), strict=True)
         for kind, way, (start, end) in each:
-            yield kind, way, int(arcs.run[start, end])
+            yield kind, way, arcs.places[kind].composition(start, end)
 
     def _sum_and_max(
         self, arcs: ArcCosts, sync_limit: float, cutoff: float

@@ -19,6 +19,11 @@ LONG = 128
 """Places for a cut from which on it pays to look at those of good partitions alone."""
 
 
+def is_long(problem: PartitionProblem) -> bool:
+    """Whether a chain that is not cut yet has many places for that."""
+    return len(problem.blocks) >= LONG and problem.fixed_cuts is None
+
+
 def _sums(problem: PartitionProblem) -> list[float]:
     """The least time of all blocks before each position."""
     least = [min(o.time_s for o in options) for options in problem.classes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from functools import partial
 
 import numpy as np
 
+from solvers.partition_compositions import compositions
 from solvers.partition_dp import ChainSearch
-from solvers.partition_even import LONG, even_positions, longest_stage
+from solvers.partition_even import even_positions, is_long, longest_stage
 from solvers.partition_pricing import Pricer
 from solvers.partition_problem import PartitionProblem
-from solvers.partition_table import PriceTable, boundary_times
+from solvers.partition_table import PriceTable, chain_arcs
 
 Ways = list[list[tuple[int, int]]]
 """Per arc of a path, (class, option) of its blocks."""
@@ -41,20 +43,18 @@ class ArcGraph:
         """The fewest bytes in total that arcs lack, and the partition that does."""
         pricer = self.table.pricer
         lacking = [
-            np.where(
-                self.table.is_run,
-                np.maximum(0.0, pricer.least_bytes(kind)[pricer.run] - stage.free_bytes),
-                np.inf,
-            )
-            for kind, stage in enumerate(pricer.kinds)
+            place.lay(np.maximum(0.0, pricer.least_bytes(kind) - pricer.kinds[kind].free_bytes))
+            for kind, place in enumerate(self.table.places)
         ]
         found = self.search.shortest(lacking)
         if found is None:  # unreachable: any cut positions are a path
             raise AssertionError("no cut positions")
         total, positions = found
         ways = [
-            pricer.least_options(kind, int(pricer.run[positions[k], positions[k + 1]]))
-            for k, kind in enumerate(pricer.kind_of_stage)
+            pricer.least_options(kind, self.table.places[kind].composition(start, end))
+            for kind, (start, end) in zip(
+                pricer.kind_of_stage, itertools.pairwise(positions), strict=True
+            )
         ]
         return total, self.partition(positions, ways)
 
@@ -63,26 +63,21 @@ class ArcGraph:
         pricer = self.table.pricer
         base = max(abs(stage.free_bytes) for stage in pricer.kinds)
         needs = [  # a bottleneck is sought of numbers from 0
-            np.where(
-                self.table.is_run,
-                pricer.least_bytes(kind)[pricer.run] - stage.free_bytes + base,
-                np.inf,
-            )
-            for kind, stage in enumerate(pricer.kinds)
+            place.lay(pricer.least_bytes(kind) - pricer.kinds[kind].free_bytes + base)
+            for kind, place in enumerate(self.table.places)
         ]
         return self.search.least_bottleneck(needs) - base
 
 
 def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
     """Arcs are stages, positions are cuts. Times have `sum_weight` in them."""
-    pricer = Pricer.of(problem, deadline)
-    position = np.arange(len(problem.blocks) + 1)
+    run, counts = compositions(problem.blocks, len(problem.classes))
+    pricer = Pricer.of(problem, counts, deadline)
     search = ChainSearch.of(problem, pricer.kind_of_stage, deadline)
     table = PriceTable(
         pricer,
         search,
-        boundary_s=boundary_times(pricer, problem),
-        is_run=position[None, :] - position[:, None] >= problem.min_blocks,
+        places=chain_arcs(problem, pricer.kinds, run),
         boundary_in_max=problem.boundary_in_max,
     )
 
@@ -90,12 +85,11 @@ def chain_graph(problem: PartitionProblem, deadline: float) -> ArcGraph:
         cuts = positions[1:-1]
         return cuts, in_order(problem, cuts, ways)
 
-    long = len(problem.blocks) >= LONG and problem.fixed_cuts is None
     return ArcGraph(
         table=table,
         search=search,
         partition=partition,
-        even=even_positions(problem) if long else (),
+        even=even_positions(problem) if is_long(problem) else (),
         longest=partial(longest_stage, problem),
     )
 

@@ -87,8 +87,9 @@ def _add_arcs(
     variables = []
     for stage, kind in enumerate(search.kind_of_stage):
         for start, end in np.argwhere(kept[stage]):
-            cuts = arcs.boundary_s[kind][start, end]
-            prices = arcs.time[kind][:, arcs.run[start, end]] + cuts
+            composition = arcs.places[kind].composition(start, end)
+            cuts = np.array(arcs.places[kind].cut_s(start, end))
+            prices = arcs.time[kind][:, composition] + cuts
             for way in np.flatnonzero(np.isfinite(prices)):
                 name = f"x_{stage}_{start}_{end}_{way}"
                 variables.append(
@@ -99,7 +100,7 @@ def _add_arcs(
                         way=int(way),
                         time=float(prices[way]) / scale,
                         top=float(arcs.top(prices[way], cuts)) / scale,
-                        sync=float(arcs.sync[kind][way, arcs.run[start, end]]) / scale,
+                        sync=float(arcs.sync[kind][way, composition]) / scale,
                         used=lp.add_variable(name, 0, 1, cat=pulp.LpInteger),
                     )
                 )

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from solvers.hull import lower_hull
 from solvers.partition_bound import least_bottleneck, least_cuts, lower_bound
+from solvers.partition_longest import least_longest
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -88,7 +89,7 @@ def loaded_bound(problem: PartitionProblem) -> float:
     loads = [_loads(rank, problem, most + 1) for rank, _ in ranks]
     work_s, counts_s = (np.array(each) for each in zip(*loads, strict=True))
     weight, cuts_s = problem.bottleneck_weight, least_cuts(problem)
-    longest_s = least_bottleneck(problem)
+    longest_s = max(least_bottleneck(problem), least_longest(problem))
     dealt_s = _dealt(work_s[:, :-1], counts_s[:, :-1], several, count, weight, longest_s)
     inner = Counter(problem.blocks[1:-1])
     del inner[kind]

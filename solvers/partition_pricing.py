@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.partition_compositions import compositions
 from solvers.partition_frontier import ClassTable, Frontier, empty_frontier, extend
 from solvers.partition_frontier import last_class as _last
 from solvers.partition_frontier import one_less as _one_less
@@ -72,9 +71,9 @@ class Price:
 class Pricer:
     """Prices of all runs of blocks of a problem, computed on demand and kept.
 
-    `classes` are the options of every class by the kind of device that stages are on; `run` gives
-    the composition, a row of `compositions`, of what lies between two positions. A second of a
-    stage's time costs `weight` seconds of objective at the least.
+    `classes` are the options of every class by the kind of device that stages are on, and rows of
+    `compositions` how many blocks of each a run has. A second of a stage's time costs `weight`
+    seconds of objective at the least.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Pricer:
         kinds: Sequence[StageKind],
         kind_of_stage: Sequence[int],
         classes: Mapping[int, Sequence[ClassTable]],
-        run: NDArray[np.intp],
         compositions: NDArray[np.intp],
         weight: float,
         deadline: float,
@@ -91,7 +89,7 @@ class Pricer:
         self.deadline = deadline
         self.kinds, self.kind_of_stage = list(kinds), list(kind_of_stage)
         self.classes = classes
-        self.run, self.compositions = run, compositions
+        self.compositions = compositions
         self._counts = self.compositions.astype(float)
         self._grows = self._counts.sum(axis=1).max() <= _MAX_GROWN
         self.weight = weight
@@ -105,17 +103,17 @@ class Pricer:
         }
 
     @classmethod
-    def of(cls, problem: PartitionProblem, deadline: float) -> Pricer:
+    def of(
+        cls, problem: PartitionProblem, compositions: NDArray[np.intp], deadline: float
+    ) -> Pricer:
         """Prices of the runs of a chain."""
         kinds, kind_of_stage = _stage_kinds(problem)
-        run, counts = compositions(problem.blocks, len(problem.classes))
         tables = [ClassTable(options) for options in problem.classes]
         return cls(
             kinds=kinds,
             kind_of_stage=kind_of_stage,
             classes=dict.fromkeys(sorted(set(problem.stage_device)), tables),
-            run=run,
-            compositions=counts,
+            compositions=compositions,
             weight=_time_weight(problem),
             deadline=deadline,
         )

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
+from solvers.partition_arcs import Arcs, ChainArcs, DealtArcs
 from solvers.partition_counting import Counting
 from solvers.partition_dp import ChainSearch
 from solvers.partition_even import LONG, longest_stage
@@ -95,6 +97,11 @@ class _Rank:
     sure: tuple[int, ...]
     apart: tuple[tuple[_Offer | None, ...], ...]
 
+    @property
+    def reaches_last(self) -> bool:
+        """Whether spare blocks of the last run may be on the rank."""
+        return bool(self.offers[-1].options)
+
     def offer(self, number: int, width: int) -> _Offer | None:
         """An offer by its number in prices of ranks of up to `width` stages."""
         if number < len(self.offers):
@@ -105,12 +112,19 @@ class _Rank:
 
 def rank_graphs(problem: PartitionProblem, deadline: float) -> list[ArcGraph]:
     """Every way to lay the cuts out over the classes, with ranks as arcs; none where there are too
-    many, or where stages must have more than one block. Times have `sum_weight` in them."""
+    many, or where stages must have more than one block. Times have `sum_weight` in them.
+
+    Ranks of one stage each are cut as well by the chain: none where that is quicker, as some
+    layout has more arcs, or no blocks to deal out.
+    """
     if problem.min_blocks > 1 and problem.fixed_cuts is None:
         return []
     layouts = list(itertools.islice(_layouts(problem), _MAX_LAYOUTS + 1))
-    arcs = sum(layout.states**2 for layout in layouts)
+    arcs = sum(layout.states ** min(len(layout.spare), 2) for layout in layouts)
     if len(layouts) > _MAX_LAYOUTS or arcs > _MAX_ARCS:
+        return []
+    by_chain = arcs > len(problem.blocks) ** 2 or not all(layout.spare for layout in layouts)
+    if by_chain and not problem.shares_ranks:
         return []
     ranks = _Ranks(problem)
     return [ranks.graph(layout, deadline) for layout in layouts]
@@ -214,9 +228,6 @@ class _Ranks:
         kind_of_rank = [kinds[rank] for rank in ranks]
         dealt = np.array(list(itertools.product(*(range(s + 1) for s in layout.spare))), dtype=int)
         dealt = dealt.reshape(layout.states, len(layout.spare))
-        more = dealt[None, :] - dealt[:, None]
-        is_run = np.asarray((more >= 0).all(axis=2))
-        strides = np.cumprod([1, *(s + 1 for s in layout.spare[:0:-1])])[::-1]
         sure = len(next(iter(kinds)).offers) - len(layout.spare)
         # with one rank all time is the longest rank's, unless its longest stage counts for more
         alone = len(ranks) == 1 and not self.counts_stages
@@ -236,14 +247,10 @@ class _Ranks:
                 kind: [_table(offer.options, kind) for offer in rank.offers]
                 for rank, kind in kinds.items()
             },
-            run=np.where(is_run, more @ strides[: len(layout.spare)], 0),
             compositions=np.pad(dealt, ((0, 0), (sure, 0)), constant_values=1),
             weight=1.0 + (problem.bottleneck_weight if alone else 0.0),
             deadline=deadline,
         )
-        cuts_s = [
-            np.broadcast_to(np.float64(math.fsum(rank.cuts_s)), is_run.shape) for rank in kinds
-        ]
         last = layout.states - 1
         search = ChainSearch(
             kind_of_stage=kind_of_rank,
@@ -255,8 +262,7 @@ class _Ranks:
         table = PriceTable(
             pricer,
             search,
-            boundary_s=cuts_s,
-            is_run=is_run,
+            places=_arcs(dealt, list(kinds)),
             boundary_in_max=problem.boundary_in_max,
         )
 
@@ -264,11 +270,12 @@ class _Ranks:
             return self._partition(ranks, ways)
 
         long = len(layout.spare) == 1 and last >= LONG
+        reached = list(itertools.accumulate((rank.reaches_last for rank in ranks), initial=0))
         return ArcGraph(
             table=table,
             search=search,
             partition=partition,
-            even=tuple(k * last // len(ranks) for k in range(len(ranks) + 1)) if long else (),
+            even=tuple(k * last // reached[-1] for k in reached) if long else (),
             longest=partial(longest_stage, problem),
         )
 
@@ -350,6 +357,26 @@ class _Ranks:
                     held[stages[stage]].append((offer.block_class, own))
         cuts = tuple(itertools.accumulate(len(stage) for stage in held[:-1]))
         return cuts, in_order(self.problem, cuts, held)
+
+
+def _arcs(dealt: NDArray[np.intp], ranks: Sequence[_Rank]) -> list[Arcs]:
+    """Per kind of rank, the arcs between the numbers of spare blocks that are dealt out."""
+    states, runs = dealt.shape
+    cuts_s = [math.fsum(rank.cuts_s) for rank in ranks]
+    if runs == 1:
+        number = np.arange(states)
+        return [
+            DealtArcs(allowed=(number == 0) | rank.reaches_last, once_s=cut_s)
+            for rank, cut_s in zip(ranks, cuts_s, strict=True)
+        ]
+    more = dealt[None, :] - dealt[:, None]
+    allowed = np.asarray((more >= 0).all(axis=2))
+    strides = np.cumprod([1, *(dealt[-1, :0:-1] + 1)])[::-1]
+    run = np.where(allowed, more @ strides[:runs], 0)
+    return [
+        ChainArcs.of(run, allowed, np.broadcast_to(np.float64(cut_s), run.shape))
+        for cut_s in cuts_s
+    ]
 
 
 def _places_of(rank: _Rank, kind: int) -> tuple[Place, ...]:

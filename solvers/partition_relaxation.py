@@ -10,6 +10,7 @@ import pulp
 
 from solvers.backends import Backend
 from solvers.partition_bound import least_bottleneck, least_cuts, lower_bound
+from solvers.partition_longest import least_longest
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE, Status
 
@@ -47,7 +48,9 @@ def relaxed_bound(
     def relax(least_s: float, below_s: float = math.inf) -> tuple[float, float]:
         return _relax(scaled, backend, time_limit_s, max(least_s, shortest_s), below_s)
 
-    shortest_s = least_bottleneck(scaled)
+    shortest_s = max(least_bottleneck(scaled), least_longest(scaled))
+    if math.isinf(shortest_s):
+        return math.inf
     bound, longest_s = relax(shortest_s)
     for _ in range(_BRANCHES):
         step_s = next((t for t in times if t > longest_s * (1 + _SLACK)), math.inf)

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.partition_dp import Boxed, ChainSearch
+from solvers.partition_arcs import Laid
+from solvers.partition_compositions import compositions
+from solvers.partition_dp import ChainSearch
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
-from solvers.partition_table import boundary_times
+from solvers.partition_table import chain_arcs
 from solvers.solution import CAPACITY_TOLERANCE, Conflict
 
 Array = NDArray[np.float64]
@@ -178,12 +180,11 @@ class _Relaxed:
         self.problem = problem
         whole = tuple(range(problem.num_stages))
         apart = dataclasses.replace(problem, stage_rank=whole).scaled()
-        self.pricer = Pricer.of(apart, math.inf)
+        run, counts = compositions(apart.blocks, len(apart.classes))
+        self.pricer = Pricer.of(apart, counts, math.inf)
         self.search = ChainSearch.of(apart, self.pricer.kind_of_stage, math.inf)
-        self.boundary = boundary_times(self.pricer, apart)
+        self.places = chain_arcs(apart, self.pricer.kinds, run)
         self.ranks = problem.rank_stages()
-        position = np.arange(len(problem.blocks) + 1)
-        self.is_run = position[None, :] - position[:, None] >= problem.min_blocks
         present = [problem.classes[kind] for kind in sorted(set(problem.blocks))]
         transient = max(min(o.transient_bytes for o in options) for options in present)
         # The largest transient of all ranks is on one of them; each rank has some block's least.
@@ -196,19 +197,19 @@ class _Relaxed:
 
     def costs(
         self, price: float, *, time_weight: float, cut_weight: float, sync_weight: float
-    ) -> list[Boxed]:
-        """Per kind of stage, the cost [start, end] of its cheapest way."""
-        found: list[Boxed] = []
-        each = zip(self.pricer.kinds, self.boundary, self.search.boxes(), strict=True)
-        for kind, boundary_s, box in each:
+    ) -> list[Laid]:
+        """Per kind of stage, the cost of its cheapest way."""
+        found = []
+        each = zip(self.pricer.kinds, self.places, self.search.boxes(), strict=True)
+        for kind, everywhere, box in each:
             least = []
             for c in self.pricer.classes[kind.device]:
                 cost = time_weight * kind.scale * c.time + sync_weight * c.sync
                 own = (cost + price * c.used(kind.in_flight))[c.device == kind.device]
                 least.append(float(own.min()) if len(own) else 0.0)  # 0: no block of the class
-            of_run = (self.pricer.compositions @ np.array(least))[self.pricer.run[box]]
-            own = np.where(self.is_run[box], of_run + cut_weight * boundary_s[box], np.inf)
-            found.append(Boxed(own, box))
+            place = everywhere.narrowed(box, self.search.longest)
+            costs = self.pricer.compositions @ np.array(least)
+            found.append(place.lay(costs, cut_weight * place.cuts_s))
         return found
 
 

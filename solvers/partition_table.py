@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.partition_arcs import Arcs, ChainArcs
 from solvers.partition_dp import ArcCosts, ChainSearch, Path
-from solvers.partition_pricing import Array, Price, Pricer
+from solvers.partition_pricing import Price, Pricer, StageKind
 from solvers.partition_problem import PartitionProblem
 
 _KEEP_SLACK = 1e-9
 
 
-def boundary_times(pricer: Pricer, problem: PartitionProblem) -> list[Array]:
-    """Per kind of stage, what the cuts at both ends of a run [start, end) cost it."""
+def chain_arcs(
+    problem: PartitionProblem, kinds: Sequence[StageKind], run: NDArray[np.intp]
+) -> list[Arcs]:
+    """Per kind of stage, the runs of blocks of a chain, with what the cuts at both ends cost it."""
     cut = np.concatenate([[0.0], problem.boundary_s, [0.0]])
-    hops = [kind.hops for kind in pricer.kinds]
-    found = {h: h[0] * cut[:, None] + h[1] * cut[None, :] for h in dict.fromkeys(hops)}
-    return [found[h] for h in hops]
+    hops = [kind.hops for kind in kinds]
+    cuts_s = {h: h[0] * cut[:, None] + h[1] * cut[None, :] for h in dict.fromkeys(hops)}
+    position = np.arange(len(problem.blocks) + 1)
+    allowed = position[None, :] - position[:, None] >= problem.min_blocks
+    return [ChainArcs.of(run, allowed, cuts_s[h]) for h in hops]
 
 
 class PriceTable:
@@ -31,8 +36,7 @@ class PriceTable:
         pricer: Pricer,
         search: ChainSearch,
         *,
-        boundary_s: list[Array],
-        is_run: NDArray[np.bool_],
+        places: list[Arcs],
         boundary_in_max: bool,
     ) -> None:
         self.pricer, self.search = pricer, search
@@ -46,8 +50,7 @@ class PriceTable:
         self.counts = [counts for _, counts in bounds if counts is not None]
         self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
         self.priced = [np.zeros(len(pricer.compositions), dtype=bool) for _ in kinds]
-        self.boundary_s = boundary_s
-        self.is_run = is_run
+        self.places = places
         self.boundary_in_max = boundary_in_max
 
     def arcs(
@@ -55,15 +58,18 @@ class PriceTable:
     ) -> ArcCosts:
         """The costs known so far, of the arcs `allowed` per kind; `real`: of exact ways only."""
         pairs = zip(self.time, self.real, strict=True)
+        places = [
+            place.narrowed(box, self.search.longest)
+            for place, box in zip(self.places, self.search.boxes(), strict=True)
+        ]
+        if allowed is not None:
+            places = [place.only(some) for place, some in zip(places, allowed, strict=True)]
         return ArcCosts(
             time=[np.where(r, t, np.inf) if real else t.copy() for t, r in pairs],
             sync=[s.copy() for s in self.sync],
             counts=[c.copy() for c in self.counts] or None,
-            run=self.pricer.run,
-            boundary_s=self.boundary_s,
+            places=places,
             boundary_in_max=self.boundary_in_max,
-            allowed=allowed or [self.is_run] * len(self.time),
-            box=self.search.boxes(),
         )
 
     def arcs_of(self, path: Path) -> list[tuple[int, int]]:
@@ -71,7 +77,8 @@ class PriceTable:
         pairs = itertools.pairwise(path.positions)
         kinds = self.pricer.kind_of_stage
         return [
-            (kind, int(self.pricer.run[i, j])) for kind, (i, j) in zip(kinds, pairs, strict=True)
+            (kind, self.places[kind].composition(i, j))
+            for kind, (i, j) in zip(kinds, pairs, strict=True)
         ]
 
     def price(self, arcs: Iterable[tuple[int, int]]) -> bool:
@@ -109,7 +116,7 @@ class PriceTable:
     def survivors(
         self, search: ChainSearch, arcs: ArcCosts, objective: float
     ) -> list[NDArray[np.bool_]]:
-        """Per stage, the arcs [start, end] that a solution as good as `objective` may use.
+        """Per stage, the arcs that a solution as good as `objective` may use.
 
         A solution through an arc costs at least the shortest way to it and from it, its own time,
         and the bottleneck and sync that it, or any solution, has at least.
@@ -119,14 +126,13 @@ class PriceTable:
         before, after = search.forward(least), search.backward(least)
         kept = []
         for stage, kind in enumerate(self.pricer.kind_of_stage):
-            window = starts, ends = search.window(stage)
-            own, sync = least[kind][window], least_sync[kind][window]
-            longest = np.maximum(np.where(np.isfinite(own), tops[kind][window], 0.0), floor)
-            bound = before[stage][starts, None] + own + after[stage + 1][None, ends]
-            bound = bound + search.weight * longest + np.maximum(sync, sync_floor)
-            mask = np.zeros(arcs.run.shape, dtype=bool)
-            mask[window] = np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK))
-            kept.append(mask)
+            window = search.window(stage)
+            own, sync = least[kind].within(window), least_sync[kind].within(window)
+            top = np.where(np.isfinite(own), tops[kind].within(window), 0.0)
+            bound = own + least[kind].around(before[stage], after[stage + 1], window)
+            bound = bound + search.weight * np.maximum(top, floor) + np.maximum(sync, sync_floor)
+            some = np.isfinite(bound) & (bound <= objective * (1 + _KEEP_SLACK))
+            kept.append(arcs.places[kind].mask(window, some))
         return kept
 
     def ways(self, path: Path) -> list[list[tuple[int, int]]]:

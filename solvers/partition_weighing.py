@@ -113,7 +113,6 @@ class Weighing:
             kinds=even.kinds,
             kind_of_stage=even.kind_of_stage,
             classes={even.kinds[kind].device: tables},
-            run=even.run,
             compositions=counts,
             weight=even.weight,
             deadline=even.deadline,

@@ -281,6 +281,7 @@ class Planner:
                 problem,
                 limit_s=seen.limit_s,
                 time_limit_s=self._time_left_s(),
+                bound_s=bound,
             )
             yield at_least(staged, bound)
 

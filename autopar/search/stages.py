@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -33,6 +33,7 @@ from autopar.search.pipelines import (
 )
 from autopar.search.pricer import Pricer
 from solvers.partition import BlockOption, PartitionProblem, PartitionSolution, solve_partition
+from solvers.partition_even import is_long
 from solvers.solution import Status, fits, relative_gap
 
 _PROVEN = 1e-6
@@ -250,27 +251,62 @@ def solve_stages(
     *,
     limit_s: float = inf,
     time_limit_s: float | None = None,
+    bound_s: float = -inf,
 ) -> Staged:
     """Cut the chain into the stages of a grid, one option per block. A grid that provably takes
-    `limit_s` or more may be left without. `time_limit_s` is a solver's, by default that of the
-    setting."""
+    `limit_s` or more may be left without; that it takes `bound_s` at the least is known.
+    `time_limit_s` is a solver's, by default that of the setting."""
     time_limit_s = pricer.setting.time_limit_s if time_limit_s is None else time_limit_s
-    solution = _solution(pricer, problem, limit_s, time_limit_s)
-    bound = solution.bound
+
+    def solved(problem: PartitionProblem) -> PartitionSolution:
+        return solve_partition(
+            problem,
+            method="dp",
+            backend=pricer.setting.backend,
+            time_limit_s=time_limit_s,
+            cutoff=limit_s,
+            known=bound_s,
+        )
+
+    first = solved(problem)
+    staged = Staged(grid=grid, options=options, problem=problem, solution=first)
+
+    def again(problem: PartitionProblem) -> Staged:
+        return replace(staged, problem=problem, solution=_bounded(solved(problem), first.bound))
+
+    fitted = _heavier_until(pricer, _fuller_until(staged, again), again, _FITTINGS)[0]
+    if is_long(problem):  # solved quickly, if not to the end: other ways to make room may be better
+        other, fits = _heavier_until(pricer, staged, again, _FITTINGS)
+        if fits and other.solution.objective < fitted.solution.objective:
+            return other
+    return fitted
+
+
+Again = Callable[[PartitionProblem], Staged]
+"""Solves another problem of a grid, with less room than the first, whose bound holds for all."""
+
+
+def _fuller_until(staged: Staged, again: Again) -> Staged:
+    """With as many micro-batches in flight as ranks are found to hold."""
+    grid, first = staged.grid, staged.problem
     for last in (False, False, True):
-        fuller = _fuller(grid, problem, solution)
+        fuller = _fuller(grid, staged.problem, staged.solution)
         if fuller is None:
             break
-        # The first problem leaves moments of a rank out, so its bound holds for every plan.
-        problem = replace(problem, in_flight=in_flight(grid.pipe)) if last else fuller
-        solution = _bounded(_solution(pricer, problem, limit_s, time_limit_s), bound)
-    for _ in range(_FITTINGS):
-        heavier = _heavier(pricer, grid, options, problem, solution)
+        # The first problem leaves moments of a rank out.
+        staged = again(replace(first, in_flight=in_flight(grid.pipe)) if last else fuller)
+    return staged
+
+
+def _heavier_until(pricer: Pricer, staged: Staged, again: Again, most: int) -> tuple[Staged, bool]:
+    """With as much set aside as the walk over the actions of ranks finds to be lacking; whether
+    nothing lacks after `most` times."""
+    for _ in range(most):
+        heavier = _heavier(pricer, staged)
         if heavier is None:
-            break
-        problem = heavier
-        solution = _bounded(_solution(pricer, problem, limit_s, time_limit_s), bound)
-    return Staged(grid=grid, options=options, problem=problem, solution=solution)
+            return staged, True
+        staged = again(heavier)
+    return staged, _heavier(pricer, staged) is None
 
 
 def chosen_options(
@@ -320,15 +356,10 @@ def walked_bytes(
     return peaks
 
 
-def _heavier(
-    pricer: Pricer,
-    grid: Grid,
-    options: Mapping[int, tuple[ClassOption, ...]],
-    problem: PartitionProblem,
-    solution: PartitionSolution,
-) -> PartitionProblem | None:
+def _heavier(pricer: Pricer, staged: Staged) -> PartitionProblem | None:
     """The problem with more set aside on the ranks that lack room by the walk over their actions,
     which knows what a sum over blocks does not: buckets across blocks, say. None where all fit."""
+    grid, problem, solution = staged.grid, staged.problem, staged.solution
     if not solution.status.has_solution or not grid.pipe.flushes:
         return None
     tight = [
@@ -339,7 +370,7 @@ def _heavier(
     ]
     if not tight:
         return None
-    peaks = walked_bytes(pricer, grid, options, problem, solution)
+    peaks = walked_bytes(pricer, grid, staged.options, problem, solution)
     fixed = list(problem.stage_fixed_bytes)
     for on_rank in tight:
         peak = peaks[on_rank[0]]
@@ -347,22 +378,6 @@ def _heavier(
             fixed[on_rank[0]] += peak - sum(solution.stage_bytes[k] for k in on_rank)
     changed = tuple(fixed) != problem.stage_fixed_bytes
     return replace(problem, stage_fixed_bytes=tuple(fixed)) if changed else None
-
-
-def _solution(
-    pricer: Pricer,
-    problem: PartitionProblem,
-    limit_s: float,
-    time_limit_s: float,
-) -> PartitionSolution:
-    setting = pricer.setting
-    return solve_partition(
-        problem,
-        method="dp",
-        backend=setting.backend,
-        time_limit_s=time_limit_s,
-        cutoff=limit_s,
-    )
 
 
 def _bounded(solution: PartitionSolution, bound: float) -> PartitionSolution:
