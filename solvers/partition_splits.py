@@ -21,6 +21,7 @@ from solvers.partition_balance import Offered, balanced
 from solvers.partition_counting import Counting
 from solvers.partition_dealing import most_of_one, near_even
 from solvers.partition_frontier import ClassTable
+from solvers.partition_outright import Choice, outright
 from solvers.partition_pricing import Array, Price, Pricer, StageKind
 from solvers.partition_weighing import Place, Weighing
 
@@ -315,12 +316,51 @@ class SplitPricer(Pricer):
         counts = self.even.compositions[split]
         if self._is_large(counts):
             return [self._counted(kind, price) for price in self._balanced(kind, counts)], [bound]
+        found = self._outright(kind, counts)
+        if found is not None:
+            return found, []
         ways, bounds = [], []
         for price in self.even.price(kind, split):
             if price.options is not None:
                 ways.append(self._counted(kind, price))
             bounds.append(dataclasses.replace(price, count_s=bound.count_s, options=None))
         return ways, bounds
+
+    def _outright(self, kind: int, split: NDArray[np.intp]) -> list[Price] | None:
+        """All ways to run a split that may be of use; None where there are too many to tell."""
+        stage = self.kinds[kind]
+        tables, places = self.even.classes[stage.device], self.places[stage.device]
+        present = [(c, int(n)) for c, n in enumerate(split) if n]
+        cuts_s = np.array([place.cuts_s for place in places])
+        choices = [
+            Choice(
+                stage=self._weighing.place(stage.device, offer),
+                count=count,
+                time=tables[offer].time,
+                sync=tables[offer].sync,
+                used=tables[offer].used(stage.in_flight),
+                transient=tables[offer].transient,
+            )
+            for offer, count in present
+        ]
+        found = outright(
+            choices, len(places), stage.free_bytes, lambda work_s: self.counting(work_s, cuts_s)
+        )
+        if found is None:
+            return None
+        return [
+            self._counted(
+                kind,
+                Price(
+                    time_s=way.time_s,
+                    sync_s=way.sync_s,
+                    options=functools.partial(
+                        list, [(present[i][0], option) for i, option in way.options]
+                    ),
+                ),
+            )
+            for way in found
+        ]
 
     def _counted(self, kind: int, price: Price) -> Price:
         """A way of the even splits with what it counts for, by the numbers of offers here."""
