@@ -18,7 +18,7 @@ def needed_ops(
 ) -> tuple[LocalOp, ...]:
     """Every distinct op that takes time, of every option of every block on every grid.
 
-    The grids, options and local shapes are the search's own (`grids`, `Pricer.space`,
+    The grids, options and local shapes are the search's own (`grids`, `Spaces`,
     `Pricer.local`). Raises InputError where the pins leave no grid.
     """
     pricer, found = Pricer(setting), dict[str, LocalOp]()
@@ -29,7 +29,7 @@ def needed_ops(
         progress("listing the ops of all plans", done / len(candidates))
         prices = pricer.prices(grid)
         for block_class in setting.chain.classes:
-            space = pricer.space(setting.chain.representative(block_class.index), mesh)
+            space = pricer.spaces.on(setting.chain.representative(block_class.index), mesh)
             for node, options in zip(space.nodes, space.options, strict=True):
                 layouts = {(o.inputs, o.outputs): o for o in options}
                 for option in layouts.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from autopar.costs.traffic import op_traffic
 from autopar.ir.collective import CollectiveOp
@@ -12,9 +11,7 @@ from autopar.ir.mesh import TENSOR
 from autopar.plan.flow import BlockFlow
 from autopar.plan.plan import NodeChoice
 from autopar.search.grid import Grid
-
-if TYPE_CHECKING:
-    from autopar.search.pricer import Pricer
+from autopar.search.pricer import Pricer
 
 
 def is_beside(axis: str, op: CollectiveOp | None) -> bool:
@@ -35,7 +32,7 @@ def host_floor_s(
         traffic = op_traffic(pricer.local(node, choice, prices), pricer.device.kind)
         kernels[0] += traffic.forward_kernels
         kernels[1] += traffic.backward_kernels
-        strategies = pricer.option(node, choice, grid).strategies
+        strategies = pricer.spaces.option(node, choice, grid.mesh).strategies
         for size, strategy in zip(prices.sizes, strategies, strict=True):
             for inner in strategy.collectives:
                 if size > 1 and (inner.phase == "forward" or node.requires_grad):

@@ -157,7 +157,7 @@ class Floors:
         """The same on all meshes with whose sizes nothing of the block changes its own."""
         pricer = self.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.space(block, pricer.block_mesh(grid, block))
+        space = pricer.spaces.of(block, grid)
         samples = 0 if self.storages(space).sized(pricer.prices(grid)) else batch_count(grid.names)
         key = (id(space), grid.micro_batch, grid.sizes[samples:])
         if key not in self._kept:
@@ -182,7 +182,7 @@ class Floors:
     def _moments_of(self, block: Block, space: BlockSpace) -> tuple[_Deferred, LeastPeak]:
         pricer, setting = self.pricer, self.pricer.setting
         return _Deferred(pricer, block, space), LeastPeak(
-            space, pricer.saved(block), setting.storage, setting.source_refs
+            space, pricer.backwards.saved(block), setting.storage, setting.source_refs
         )
 
     def _of_parameters(self, grid: Grid, class_index: int) -> tuple[_Parameters, ...]:
@@ -190,7 +190,7 @@ class Floors:
         key = (class_index, grid.mesh, grid.pipeline, grid.micro_batches > 1)
         if key not in self._choices:
             block = self.pricer.setting.chain.representative(class_index)
-            space = self.pricer.space(block, self.pricer.block_mesh(grid, block))
+            space = self.pricer.spaces.of(block, grid)
             self._choices[key] = self._least(grid, block, space)
         return self._choices[key]
 
@@ -230,7 +230,7 @@ class Floors:
             pricer = self.pricer
             several = pricer.setting.shared_positions[block.class_index]
             layouts = {source.name: offered for source, offered in space.parameters}
-            kept = pricer.kept_parameters(block)
+            kept = pricer.backwards.parameters(block)
             found = self._of_block[key] = []
             for position, ref in enumerate(block.parameters):
                 source, offered = pricer.setting.sources[ref.name], layouts[ref.name]
@@ -293,7 +293,7 @@ def _parameter_floor(
 
 def _saved_bytes(pricer: Pricer, block: Block, storages: PricedStorages) -> int:
     """What is kept of the values that a block is given: no way to run it again makes them."""
-    given = [value.ref for value in pricer.saved(block).values if value.kind != "made"]
+    given = [value.ref for value in pricer.backwards.saved(block).values if value.kind != "made"]
     return sum(map(storages.value_bytes, given))
 
 
@@ -301,7 +301,7 @@ class _Deferred:
     """What weight gradients that are computed later need: inputs, and gradients of outputs."""
 
     def __init__(self, pricer: Pricer, block: Block, space: BlockSpace) -> None:
-        products, inputs = pricer.products(block), dict[Ref, set[Layout]]()
+        products, inputs = pricer.backwards.products(block), dict[Ref, set[Layout]]()
         made: list[tuple[Ref, set[Layout]]] = []
         for node, options in zip(space.nodes, space.options, strict=True):
             local = all(s.kernel == LOCAL.name for option in options for s in option.strategies)

@@ -118,11 +118,11 @@ class Frontiers:
         """Steps run again against what is kept: prices of a byte, and the least of both."""
         pricer = self.problems.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.space(block, pricer.block_mesh(grid, block))
+        space = pricer.spaces.of(block, grid)
         problem = least_again(
             space,
             self.floors.storages(space),
-            pricer.saved(block),
+            pricer.backwards.saved(block),
             pricer.setting.source_refs,
             pricer.prices(grid),
         )
@@ -148,7 +148,7 @@ class _Trade:
     ) -> None:
         pricer = problems.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.space(block, pricer.block_mesh(grid, block))
+        space = pricer.spaces.of(block, grid)
         self._problem = problems.of(grid, class_index)
         hidden = hidden_share(pricer, grid.pipeline)
         tables = floors.of_layouts(grid, block, space)

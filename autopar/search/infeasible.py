@@ -138,7 +138,7 @@ def explain_unsplittable(pricer: Pricer, degree: int) -> str | None:
             weighted = node.op in HEAVY_OPS and any(r.name in weights for r in node.inputs())
             if not weighted and node.op != ATTENTION:
                 continue
-            offered = pricer.strategies(node, MeshAxis(name=TENSOR, size=degree))
+            offered = pricer.spaces.strategies(node, MeshAxis(name=TENSOR, size=degree))
             if any(splits_work(pricer.setting, node, strategy) for strategy in offered):
                 continue
             shapes = ", ".join(str(setting.specs[ref]) for ref in node.inputs()[:3])

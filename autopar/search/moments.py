@@ -192,7 +192,7 @@ def _run(
             whole = prices.local_bytes(ref, state.layout)
             again = model in option.again.weights
             gathered[0] += whole
-            gathered[1] += whole * (model in pricer.kept_parameters(first) or again)
+            gathered[1] += whole * (model in pricer.backwards.parameters(first) or again)
             dims = [p.dim for p in state.stored if isinstance(p, Shard)]
             joined = max(joined, whole if any(dims) else 0)
         if source.trainable and ref.name not in seen:

@@ -8,9 +8,10 @@ from itertools import product
 from math import prod
 
 from autopar.costs.calibration import curve_of
+from autopar.costs.memory import state_bytes
 from autopar.costs.optimizer_state import step_temporaries
 from autopar.ir.blocks import Block
-from autopar.ir.graph import DTYPE_BYTES, Ref
+from autopar.ir.graph import DTYPE_BYTES, Ref, Source
 from autopar.ir.placement import Layout
 from autopar.ir.precision import grad_dtype, stored_dtype
 from autopar.plan.buckets import DEFAULT_CAP_BYTES
@@ -342,10 +343,16 @@ def _kept(pricer: Pricer, grid: Grid, class_index: int) -> dict[Ref, float]:
     setting = pricer.setting
     block = setting.chain.representative(class_index)
     in_flight = min(grid.pipeline, grid.micro_batches)
-    kept = dict.fromkeys(pricer.made(block), float(in_flight))
+    kept = dict.fromkeys(pricer.backwards.made(block), float(in_flight))
     for ref in block.parameters:
-        kept[ref] = pricer.state_factor(setting.sources[ref.name])
+        kept[ref] = _state_factor(setting, setting.sources[ref.name])
     return kept
+
+
+def _state_factor(setting: Setting, source: Source) -> float:
+    """Bytes held for a parameter per byte of its value: gradient and optimizer state too."""
+    state = state_bytes(1024, source.trainable, source.spec.dtype, setting.training)
+    return state.terms.total_bytes / (1024 * DTYPE_BYTES[source.spec.dtype])
 
 
 def undominated(options: Iterable[ClassOption]) -> tuple[ClassOption, ...]:

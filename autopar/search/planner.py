@@ -370,7 +370,7 @@ class Planner:
 
     def _offered(self, grid: Grid, class_index: int, ref: Ref) -> set[Layout]:
         block = self.setting.chain.representative(class_index)
-        parameters = self.pricer.space(block, self.pricer.block_mesh(grid, block)).parameters
+        parameters = self.pricer.spaces.of(block, grid).parameters
         return {x for source, layouts in parameters if source.name == ref.name for x in layouts}
 
     def _fastest_layout(self, grid: Grid, class_index: int, ref: Ref) -> list[Layout]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.ir.mesh import batch_count
 from autopar.ir.placement import Layout
 from autopar.search.block import BlockSpace
-from autopar.search.block_cost import BlockCost
+from autopar.search.block_cost import BlockCost, block_cost, block_passes
 from autopar.search.grid import Grid
 from autopar.search.home import Home
 from autopar.search.pricer import Pricer
@@ -65,7 +65,7 @@ class ShardingProblems:
         if key not in self._costs:
             block = self.pricer.setting.chain.representative(class_index)
             layouts = dict(sharding.parameters)
-            self._costs[key] = self.pricer.cost(block, sharding.choices, layouts, grid)
+            self._costs[key] = block_cost(self.pricer, block, sharding.choices, layouts, grid)
         return self._costs[key]
 
     def fastest(self, grid: Grid, class_index: int) -> Sharding | None:
@@ -84,7 +84,7 @@ class ShardingProblems:
             self._passes[problem] = (
                 None
                 if solved is None
-                else self.pricer.passes(block, solved.choices, dict(solved.parameters), grid)
+                else block_passes(self.pricer, block, solved.choices, dict(solved.parameters), grid)
             )
         return self._passes[problem]
 
@@ -99,7 +99,7 @@ class ShardingProblems:
     def _make(self, grid: Grid, class_index: int, fixed: Mapping[str, Layout]) -> ShardingProblem:
         pricer = self.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.space(block, pricer.block_mesh(grid, block), fixed)
+        space = pricer.spaces.of(block, grid, fixed)
         samples, links = batch_count(grid.names), pricer.links(grid)
         alike = (
             id(space),
@@ -109,7 +109,7 @@ class ShardingProblems:
         )
         wiring = self._wired(space)
         if wiring is not None and alike not in self._shared:
-            products, prices = pricer.products(block), pricer.prices(grid)
+            products, prices = pricer.backwards.products(block), pricer.prices(grid)
             if id(space) not in self._open_links:
                 self._open_links[id(space)] = varying_links(wiring, prices)
             links_open = self._open_links[id(space)]
@@ -126,7 +126,7 @@ class ShardingProblems:
                 pricer.prices(grid),
                 space=space,
                 shared=shared,
-                kept=pricer.made(block),
+                kept=pricer.backwards.made(block),
                 backend=pricer.setting.backend,
                 time_limit_s=pricer.setting.time_limit_s,
                 store=pricer.setting.store,

@@ -208,7 +208,7 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
         if state.level == 3:
             gathered += prices.local_bytes(ref, state.layout)
             once_s = gather_seconds(pricer, grid, ref, state)
-            gathers.append((ref, once_s, ref in pricer.kept_parameters(block)))
+            gathers.append((ref, once_s, ref in pricer.backwards.parameters(block)))
         if source.trainable:
             for each, once_s in sync_seconds(pricer, grid, ref, state):
                 for name in sync_kinds(setting, state.level, each[0]):

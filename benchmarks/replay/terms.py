@@ -18,6 +18,7 @@ from autopar.ir.collective import CollectiveOp
 from autopar.ir.graph import Ref
 from autopar.plan.flow import Move, move_bytes
 from autopar.search.beside import is_beside
+from autopar.search.block_cost import decided_flow
 from autopar.search.bucket_times import StateCollective, bucket_parts
 from autopar.search.grid import Grid
 from autopar.search.options import ClassOption
@@ -126,7 +127,7 @@ def _block(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> BlockT
     block = setting.chain.representative(kind)
     nodes = setting.block_nodes(block)
     layouts = {name: state.layout for name, state in option.states}
-    flow = pricer.flow(block, nodes, option.choices, layouts, grid)
+    flow = decided_flow(setting, block, option.choices, layouts, grid)
     passes: tuple[list[tuple[object, float]], ...] = ([], [])
     beside: tuple[list[tuple[object, float]], ...] = ([], [])
     again: list[tuple[object, float]] = []
@@ -141,7 +142,7 @@ def _block(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> BlockT
         local = pricer.local(node, choice, prices)
         add(FORWARD, (local, FORWARD), node.name)
         add(BACKWARD, (local, BACKWARD), node.name)
-        whole = pricer.option(node, choice, grid)
+        whole = pricer.spaces.option(node, choice, grid.mesh)
         for axis, size, strategy in zip(prices.names, prices.sizes, whole.strategies, strict=True):
             for inner in strategy.collectives:
                 if inner.phase == "backward" and not node.requires_grad:
@@ -208,7 +209,7 @@ def _state(pricer: Pricer, grid: Grid, kind: int, option: ClassOption) -> dict[s
         together = bucket_parts(pricer, grid, CollectiveOp.ALL_GATHER, own.level, nbytes)
         parts = together if pricer.setting.execution.flat else 1.0
         add("gather", gathers, parts)
-        if ref in pricer.kept_parameters(block) or ref in option.again.weights:
+        if ref in pricer.backwards.parameters(block) or ref in option.again.weights:
             add("gather_again", gathers, parts, shares[ref in option.again.weights])
         if source.trainable:
             for each in sync_collectives(pricer, grid, ref, own):

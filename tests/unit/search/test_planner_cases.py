@@ -448,7 +448,7 @@ def test_every_op_costs_something():
     device = pricer.device
     free = set()
     for block in planned.chain.blocks:
-        space = pricer.space(block, grid.block_mesh)
+        space = pricer.spaces.of(block, grid)
         for node, options in zip(space.nodes, space.options, strict=True):
             forward, backward = pricer.compute(node, options[0], prices)
             out = Ref(node.name)

@@ -156,7 +156,7 @@ def test_shardings_of_a_block_are_the_best_of_all_combinations(settings, devices
             prices = planner.pricer.prices(grid)
             kept = {Ref(source.name): 4.0 for source, _ in problem.space.parameters}
             block = planner.setting.chain.representative(block_class.index)
-            saved = planner.pricer.saved(block).values
+            saved = planner.pricer.backwards.saved(block).values
             kept |= {value.ref: 1.0 for value in saved if value.kind == "made"}
             sync_s = sync_shares_s(problem.space, prices, grid.micro_batches)
             upkeep = Upkeep(sync_s=sync_s, kept=kept)

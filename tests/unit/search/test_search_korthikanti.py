@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import autopar.search.pricer as pricer_module
+import autopar.search.block_cost as block_cost_module
 from autopar.capture import capture, find_blocks
 from autopar.costs.clusters import parse_cluster
 from autopar.costs.memory import Training
@@ -89,7 +89,7 @@ def solved():
             found.append((self, seconds))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricer_module, "RecomputeProblem", Spy)
+        patch.setattr(block_cost_module, "RecomputeProblem", Spy)
         mesh = stage_mesh()
         grid = Grid(pipeline=1, mesh=mesh, micro_batch=1, micro_batches=2, schedule="1f1b")
         layer = max(chain.classes, key=lambda block_class: len(block_class.members))
