@@ -8,7 +8,7 @@ held anyway, and are other terms of the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.local_op import op_name
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
@@ -44,13 +44,19 @@ class BlockPeaks:
 
     In `first_backward_bytes` the gradients of its parameters count as they are made; in the others
     they are held elsewhere and here only while they are added. `split_bytes` is that of a backward
-    that leaves weight gradients to a later part.
+    that leaves weight gradients to a later part. `ending` are those of the last block of a stage,
+    where the gradients of its outputs came with a message and stay to the end.
     """
 
     forward_bytes: int = 0
     backward_bytes: int = 0
     first_backward_bytes: int = 0
     split_bytes: int = 0
+    ending: BlockPeaks | None = None
+
+    def at(self, *, end: bool) -> BlockPeaks:
+        """Those of a block within a stage, or at its `end`."""
+        return self.ending if end and self.ending is not None else self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +92,21 @@ def block_peaks(
     its backward, which runs the steps `again` once more before it begins."""
     saved = block.saved
     kept = saved if kept is None else kept
-    peaks = {way: _backward(block, kept, way) for way in ("held", "first", "split")}
+    rerun = 0
     if again:
         rerun = _forward(block, saved | kept, ()) + block.sizes(block.output_gradients)
-        peaks = {way: max(peak, rerun) for way, peak in peaks.items()}
-    return BlockPeaks(
-        forward_bytes=_forward(block, kept, again),
-        backward_bytes=peaks["held"],
-        first_backward_bytes=peaks["first"],
-        split_bytes=peaks["split"],
+    ways = zip(*(_backward(block, kept, way) for way in ("held", "first", "split")), strict=True)
+    forward = _forward(block, kept, again)
+    within, ending = (
+        BlockPeaks(
+            forward_bytes=forward,
+            backward_bytes=max(held, rerun),
+            first_backward_bytes=max(first, rerun),
+            split_bytes=max(split, rerun),
+        )
+        for held, first, split in ways
     )
+    return replace(within, ending=ending)
 
 
 def _forward(block: RunBlock, kept: Set[Key], again: Collection[str]) -> int:
@@ -124,15 +135,15 @@ def _made(steps: Sequence[RunStep]) -> frozenset[Key]:
     return frozenset(key for step in steps for key in step.makes)
 
 
-def _backward(block: RunBlock, kept: Set[Key], way: str) -> int:
-    """The walk back from all that is saved. What is `kept` only to run steps again is gone by then,
-    but counted at the start."""
+def _backward(block: RunBlock, kept: Set[Key], way: str) -> tuple[int, int]:
+    """The walk back from all that is saved, and the same where the gradients of outputs stay. What
+    is `kept` only to run steps again is gone by then, but counted at the start."""
     saved = block.saved
     held = float(block.sizes(saved) + sum(step.kept_bytes for step in block.steps))
     live = {key: block.nbytes(key) for key in block.output_gradients}
     held += sum(live.values())
-    peak = held + block.sizes(kept - saved)
-    freed_by = _freed_by(block.steps)
+    peak = ending = held + block.sizes(kept - saved)
+    stays, freed_by = set[Key](), _freed_by(block.steps)
     done: set[Key] = set()
     for index in reversed(range(len(block.steps))):
         step = block.steps[index]
@@ -143,16 +154,18 @@ def _backward(block: RunBlock, kept: Set[Key], way: str) -> int:
             fresh = [key for key in (*step.takes, *gives) if key not in live]
             live |= {key: block.nbytes(key) for key in fresh}
             held += sum(live[key] for key in dict.fromkeys(fresh))
-            peak = max(peak, held + block.sizes(second) + step.works_bytes[1])
-            for key in {*step.takes} - {*gives}:
-                held -= 0 if late else live.pop(key, 0)
+            now = held + block.sizes(second) + step.works_bytes[1]
+            peak, ending = max(peak, now), max(ending, now + block.sizes(stays))
+            ended = {*step.takes} - {*gives} if not late else set[Key]()
+            stays |= block.output_gradients & {*ended, *second}
+            held -= sum(live.pop(key, 0) for key in ended)
             for key in block.parameters.intersection(gives):
                 size = live.pop(key)
                 held -= 0 if way == "first" and key not in done else size
                 done.add(key)
         if not late:
             held -= block.sizes(freed_by.get(index, ())) + step.kept_bytes
-    return round(peak)
+    return round(peak), round(ending)
 
 
 def _freed_by(steps: Sequence[RunStep]) -> dict[int, list[Key]]:

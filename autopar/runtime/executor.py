@@ -1,7 +1,7 @@
 """Runs this rank's action list: the one that was validated and simulated.
 
-Activations live from a forward to its backward. A value from another stage enters autograd as a
-leaf, whose gradient goes back where its `BoundarySpec` says that one is needed. A rank that fails
+Activations live from a forward to its backward. The gradient of a value from another stage goes
+back where its `BoundarySpec` says that one is needed. A rank that fails
 raises at once; its end closes its connections, which ends the others, at the latest after the
 timeout of the process group.
 """
@@ -23,6 +23,7 @@ from autopar.runtime.axes import BACKWARD, FORWARD, World
 from autopar.runtime.channels import Arrived, Channels
 from autopar.runtime.context import DeferredGradient, StepContext
 from autopar.runtime.data import Span
+from autopar.runtime.entry import Entry
 from autopar.runtime.handover import Awaited, Handovers
 from autopar.runtime.program import BoundarySpec, Named, StageProgram, Tensors
 from autopar.runtime.weight_gradients import compute_deferred
@@ -64,11 +65,12 @@ _Root = Tensor | GradientEdge
 class _Saved:
     """What a forward leaves for its backward.
 
-    `roots` are where gradients of the outputs enter its graph, None where none does. The outputs
-    themselves are let go of: what the backward reads of them autograd keeps.
+    `entries` are those of the values it received that need a gradient, `roots` where gradients of
+    the outputs enter its graph, None where none does. The values themselves are let go of: what the
+    backward reads of them autograd keeps.
     """
 
-    received: Tensors
+    entries: tuple[Entry, ...]
     roots: tuple[_Root | None, ...]
 
 
@@ -295,7 +297,7 @@ class Run:
     def _forward(self, action: Action) -> None:
         index, micro_batch = action.stage, action.micro_batch
         stage = self.executor.stages[index]
-        received = self._enter(stage, micro_batch)
+        received, entries = self._enter(stage, micro_batch)
         with torch.set_grad_enabled(self.data.training):
             outputs = stage.forward(
                 self.weights(index, micro_batch),
@@ -315,17 +317,18 @@ class Run:
             self._check_boundary(stage, micro_batch, outputs)
             self.ready[index, FORWARD, micro_batch] = [out.detach() for out in outputs]
         if self.data.training:
-            self.saved[index, micro_batch] = _Saved(received, tuple(map(_root, outputs)))
+            self.saved[index, micro_batch] = _Saved(entries, tuple(map(_root, outputs)))
 
-    def _enter(self, stage: StageProgram, micro_batch: int) -> Tensors:
-        """The values of the stage before, as leaves of this stage's graph."""
+    def _enter(self, stage: StageProgram, micro_batch: int) -> tuple[Tensors, tuple[Entry, ...]]:
+        """The values of the stage before in this stage's graph, and where they enter it."""
         if not stage.receives:
-            return ()
-        values = self._take(stage.index, FORWARD, micro_batch)
-        return tuple(
-            value.requires_grad_(spec.requires_grad and self.data.training)
-            for value, spec in zip(values, stage.receives, strict=True)
-        )
+            return (), ()
+        values, entries = self._take(stage.index, FORWARD, micro_batch), list[Entry]()
+        for index, (value, spec) in enumerate(zip(values, stage.receives, strict=True)):
+            if spec.requires_grad and self.data.training:
+                entries.append(Entry(value))
+                values[index] = entries[-1].enter(value)
+        return tuple(values), tuple(entries)
 
     def _take(self, stage: int, direction: str, micro_batch: int) -> list[Tensor]:
         """What the neighbour stage made for `stage`, from this rank or another."""
@@ -355,11 +358,7 @@ class Run:
         if roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]  # either, or both
         if index > 0:
-            self.ready[index, BACKWARD, micro_batch] = [
-                torch.zeros_like(value) if value.grad is None else value.grad
-                for value in saved.received
-                if value.requires_grad
-            ]
+            self.ready[index, BACKWARD, micro_batch] = [entry.take() for entry in saved.entries]
 
     def _roots(
         self, stage: StageProgram, micro_batch: int, saved: _Saved

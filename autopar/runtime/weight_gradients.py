@@ -140,18 +140,25 @@ def compute_deferred(deferred: list[DeferredGradient]) -> None:
     What is done is dropped: its list is empty in the end. Gradients of values made from weights
     (a transposed or gathered one) go through what made them in one backward.
     """
-    edges: list[GradientEdge] = []
-    grads: list[Tensor] = []
+    left: list[tuple[GradientEdge, Tensor]] = []
     deferred.reverse()
     while deferred:
-        for edge, grad in deferred.pop()():
-            if edge.node.name().endswith(_APART):
-                torch.autograd.backward([edge], [grad])
-            else:
-                edges.append(edge)
-                grads.append(grad)
-    if edges:
+        left += _added(deferred.pop()())
+    if left:
+        edges, grads = zip(*left, strict=True)
         torch.autograd.backward(edges, grads)
+
+
+def _added(gradients: list[tuple[GradientEdge, Tensor]]) -> list[tuple[GradientEdge, Tensor]]:
+    """Add the gradients of one product that take no more than that, and return the others. None
+    outlives the call: the next product would be computed beside it."""
+    left = []
+    for edge, grad in gradients:
+        if edge.node.name().endswith(_APART):
+            torch.autograd.backward([edge], [grad])
+        else:
+            left.append((edge, grad))
+    return left
 
 
 def _product(

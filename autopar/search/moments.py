@@ -14,6 +14,7 @@ from math import prod
 
 from autopar.costs.memory import StateBytes, total_bytes
 from autopar.costs.optimizer_state import step_temporaries
+from autopar.costs.transient import BlockPeaks
 from autopar.ir.blocks import Block
 from autopar.ir.graph import DTYPE_BYTES, Ref
 from autopar.ir.placement import R_STAR, Shard
@@ -269,7 +270,7 @@ def _backward(
     behind, reduced, peak = _behind(runs, returned), 0, 0
     left = 0  # by the blocks behind, for the weight part
     for k in reversed(range(len(runs))):
-        peaks = runs[k].option.again.peaks
+        peaks = _peaks(runs, k)
         own = _joining(runs[k], peaks.split_bytes if split else peaks.backward_bytes)
         own += _gathered_back(runs, k) + behind[k] + _sent_alone(runs[k]) * last
         peak = max(peak, before[k] + own - reduced + left)
@@ -277,6 +278,10 @@ def _backward(
         alone = [w for w in runs[k].weights if w.level == 3]
         reduced += sum(w.entry.nbytes - w.kept_bytes for w in alone) * last * (not split)
     return peak
+
+
+def _peaks(runs: Sequence[_Run], k: int) -> BlockPeaks:
+    return runs[k].option.again.peaks.at(end=k == len(runs) - 1)
 
 
 def _behind(runs: Sequence[_Run], returned: int) -> list[int]:
@@ -294,7 +299,7 @@ def _first(runs: Sequence[_Run], before: Sequence[int], returned: int) -> int:
     made = peak = 0
     behind = _behind(runs, returned)
     for k in reversed(range(len(runs))):
-        own = runs[k].option.again.peaks.first_backward_bytes + behind[k]
+        own = _peaks(runs, k).first_backward_bytes + behind[k]
         peak = max(peak, before[k] + own + made + _gathered_back(runs, k))
         made += runs[k].held.gradients
     return peak
@@ -308,7 +313,7 @@ def _alone(runs: Sequence[_Run], before: Sequence[int], returned: int) -> int:
     kept = whole = peak = 0
     done: set[str] = set()
     for k in reversed(range(len(runs))):
-        run, peaks = runs[k], runs[k].option.again.peaks
+        run, peaks = runs[k], _peaks(runs, k)
         apart = any(w.level == 3 for w in run.weights)
         own = peaks.backward_bytes + _sent_alone(run) if apart else peaks.first_backward_bytes
         own += returned if k < len(runs) - 1 else 0

@@ -107,6 +107,34 @@ def test_saved_values_stay_until_the_backward_of_what_saved_them():
     assert walk(nodes[:1], {X: spec(100)}, outputs=(A,)).backward_bytes == 3 * ONE
 
 
+def test_gradients_that_came_with_a_message_stay_to_the_end_of_a_stage():
+    chain = [
+        node("a", "aten.exp.default", X),
+        node("b", "aten.add.Tensor", A, 1),
+        node("c", "aten.add.Tensor", B, 1),
+    ]
+    found = walk(chain, {X: spec(100)}, outputs=(C,))
+    for within, end in (
+        (found.backward_bytes, found.at(end=True).backward_bytes),
+        (found.first_backward_bytes, found.at(end=True).first_backward_bytes),
+        (found.split_bytes, found.at(end=True).split_bytes),
+    ):
+        assert within == 3 * ONE  # a, and two gradients
+        assert end == 4 * ONE
+    assert found.at(end=False) == found
+
+
+def test_a_returned_gradient_that_others_are_added_to_stays_beside_the_sum():
+    """The sum is a tensor of its own, which goes when the gradient of `a` is made."""
+    chain = [
+        node("a", "aten.add.Tensor", X, 1),
+        node("b", "aten.add.Tensor", A, 1),
+    ]
+    found = walk(chain, {X: spec(100)}, outputs=(A, B))
+    assert found.backward_bytes == 3 * ONE  # two that came, and the sum
+    assert found.at(end=True).backward_bytes == 4 * ONE  # and that of `x`
+
+
 def test_what_runs_again_is_not_kept_by_the_forward():
     nodes = [node(n, "aten.exp.default", r) for n, r in zip("abcd", (X, A, B, C), strict=True)]
     found = walk(nodes, {X: spec(100)}, (D,), again=("a", "b", "c", "d"), kept=frozenset())
