@@ -23,6 +23,7 @@ from autopar.plan.flow import (
     block_flow,
     setup_closure,
     shared_layouts,
+    value_splits,
 )
 from autopar.plan.pipeline import splits_backward
 from autopar.plan.plan import NodeChoice, ParameterPlan, Plan, StagePlan, Variant
@@ -68,7 +69,8 @@ class ModelView(GraphFacts):
     @cached_property
     def shared(self) -> Mapping[Ref, Layout]:
         """Layouts of values between blocks."""
-        return shared_layouts(self.graph, self.batch, self.sequence, self.plan.axes)
+        splits = value_splits(self.graph, self.batch, self.sequence)
+        return shared_layouts(splits, self.plan.axes)
 
     @cached_property
     def random_numbers(self) -> Mapping[str, int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
+from typing import NamedTuple
 
 from autopar.ir.blocks import Block, BlockChain
 from autopar.ir.collective import CollectiveOp, Transition, transition
@@ -169,34 +170,45 @@ def block_flow(
     return BlockFlow(before=before, at_end=at_end, produced=produced)
 
 
-def shared_layouts(
-    graph: OpGraph, batch: BatchAxis, sequence: Mapping[Ref, int], axes: Sequence[MeshAxis]
-) -> dict[Ref, Layout]:
-    """Layouts of the values that pass between blocks and stages.
+class Split(NamedTuple):
+    """How a value between blocks is split by samples, and along a sequence of an extent where it
+    has a dim of it."""
 
-    Axes that split samples split every value that grows with the batch; values summed at set-up are
-    whole on them as well. Axes that split the sequence split the values in `sequence` that carry a
-    gradient along the dim given there. On all other axes values are whole.
-    """
-    layouts: dict[Ref, Layout] = {}
+    samples: Placement
+    dim: int | None = None
+    extent: int | None = None
+
+
+def value_splits(graph: OpGraph, batch: BatchAxis, sequence: Mapping[Ref, int]) -> dict[Ref, Split]:
+    """How the values of a graph are split wherever axes do: by samples all that grow with the
+    batch, but those that are summed at set-up, and along the dims of `sequence` those that carry a
+    gradient."""
+    splits: dict[Ref, Split] = {}
     for source in graph.sources:
         grown = [dim for dim, size in enumerate(source.spec.shape) if size.is_batch]
         split = source.kind is SourceKind.INPUT and grown and not batch.coupled
-        samples: Placement = Shard(grown[0]) if split else R
-        layouts[Ref(source.name)] = tuple(samples if axis.splits_samples else R for axis in axes)
+        splits[Ref(source.name)] = Split(Shard(grown[0]) if split else R)
     summed, differentiable = set(batch.setup_sums), graph.differentiable()
-    made: dict[tuple[Placement, int | None, int | None], Layout] = {}
     for node in graph.nodes:
         for index, placement in enumerate(batch.strategies[node.name].outputs):
             ref = Ref(node.name, index)
-            samples = R if node.name in summed else placement
             dim = sequence.get(ref) if ref in differentiable else None
             extent = None if dim is None else node.outputs[index].shape[dim].const
-            key = (samples, dim, extent)
-            if key not in made:
-                made[key] = tuple(_shared_placement(axis, *key) for axis in axes)
-            layouts[ref] = made[key]
-    return layouts
+            splits[ref] = Split(R if node.name in summed else placement, dim, extent)
+    return splits
+
+
+def shared_layouts(splits: Mapping[Ref, Split], axes: Sequence[MeshAxis]) -> dict[Ref, Layout]:
+    """Layouts of the values that pass between blocks and stages.
+
+    Axes that split samples split values by these, axes that split the sequence along it. On all
+    other axes values are whole.
+    """
+    made = {
+        split: tuple(_shared_placement(axis, *split) for axis in axes)
+        for split in set(splits.values())
+    }
+    return {ref: made[split] for ref, split in splits.items()}
 
 
 def _shared_placement(
@@ -221,7 +233,7 @@ def block_edges(
     chain: BlockChain, block: Block, shared: Mapping[Ref, Layout]
 ) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
     """Layouts of the values a block is given, and of those it must hand on."""
-    crossing = {ref for boundary in chain.boundaries for ref in boundary}
+    crossing = chain.boundaries[block.index] if block.index < len(chain.boundaries) else ()
     given = {ref: shared[ref] for ref in (*block.inputs, *block.shared)}
     required = {ref: shared[ref] for ref in block.outputs if ref in crossing}
     return given, required

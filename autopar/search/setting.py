@@ -18,7 +18,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.graph import OpNode, Ref, Source, SourceKind
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.placement import Layout, Shard
-from autopar.plan.flow import shared_layouts
+from autopar.plan.flow import Split, shared_layouts, value_splits
 from autopar.rules import GraphFacts
 from autopar.search.pins import Pins
 from autopar.search.store import Store
@@ -128,8 +128,12 @@ class Setting(GraphFacts):
         """Layouts of values between blocks on a mesh. Sizes matter to zig-zag alone."""
         key = tuple((a.name, a.sequence, a.size if a.zigzag else None) for a in mesh)
         if key not in self._shared:
-            self._shared[key] = shared_layouts(self.graph, self.batch, self.sequence, mesh)
+            self._shared[key] = shared_layouts(self._splits, mesh)
         return self._shared[key]
+
+    @cached_property
+    def _splits(self) -> Mapping[Ref, Split]:
+        return value_splits(self.graph, self.batch, self.sequence)
 
     @cached_property
     def _shared(self) -> dict[object, Mapping[Ref, Layout]]:
