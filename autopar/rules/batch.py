@@ -11,16 +11,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from autopar.ir.graph import Arg, OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
+from autopar.ir.graph import OpGraph, OpNode, Ref, Source, SourceKind, TensorSpec
 from autopar.ir.placement import R_STAR, P, Placement, R, Shard
 from autopar.ir.strategy import AxisStrategy, BatchAxis
 from autopar.rules.attention import ATTENTION_DROPOUT
 from autopar.rules.creation import UNREAD
 from autopar.rules.dropout import DROPOUT
 from autopar.rules.embedding import index_layout
+from autopar.rules.expressions import Expressions
 from autopar.rules.index_expr import Hints, Op
 from autopar.rules.norm import BATCH_NORM
-from autopar.rules.registry import axis_strategies, index_expr
+from autopar.rules.registry import axis_strategies
 
 _PROBE = 2
 """Ranks and samples of the probe: every batch dim divides. Letters tell dims apart, so no other dim
@@ -38,7 +39,7 @@ _KEEPS_ROWS = frozenset(
 )  # fmt: skip
 
 
-def batch_axis(graph: OpGraph) -> BatchAxis:
+def batch_axis(graph: OpGraph, expressions: Expressions | None = None) -> BatchAxis:
     """The strategy of every node when the samples are split; see `BatchAxis`.
 
     A node that mixes samples so that no split exists is named in `coupled` with the reason, and the
@@ -47,8 +48,16 @@ def batch_axis(graph: OpGraph) -> BatchAxis:
     """
     setup_sums: list[str] = []
     known: dict[Hashable, AxisStrategy | None] = {}
+    specs = graph.specs()
+    expressions = expressions or Expressions(specs)
     while True:
-        walk = _Walk(graph=graph, specs=graph.specs(), summed=frozenset(setup_sums), known=known)
+        walk = _Walk(
+            graph=graph,
+            specs=specs,
+            expressions=expressions,
+            summed=frozenset(setup_sums),
+            known=known,
+        )
         walk.run()
         fresh = [name for name in walk.wanted_sums if name not in setup_sums]
         if not fresh:
@@ -85,6 +94,7 @@ class _Walk:
 
     graph: OpGraph
     specs: dict[Ref, TensorSpec]
+    expressions: Expressions
     summed: frozenset[str]
     known: dict[Hashable, AxisStrategy | None]
     values: dict[Ref, Placement] = field(default_factory=dict)
@@ -141,8 +151,8 @@ class _Walk:
         """The strategy that fits the values at hand with the fewest moves."""
         refs = node.inputs()
         key = (
-            *_anonymous(node),
-            tuple((self.specs[ref], self.values[ref], ref.name in self.setup) for ref in refs),
+            self.expressions.form(node),
+            tuple((self.values[ref], ref.name in self.setup) for ref in refs),
         )
         if key not in self.known:
             self.known[key] = self._best(node)
@@ -177,7 +187,7 @@ class _Walk:
             for ref in node.inputs()
             if isinstance(placement := self.values[ref], Shard) and placement.pieces
         }
-        expr = index_expr(node, self.specs)
+        expr = self.expressions.of(node)
         for index, dims in enumerate(expr.outputs if expr else ()):
             for dim, factors in enumerate(dims):
                 sizes = [expr.sizes[f] for f in factors] if expr else []
@@ -266,20 +276,6 @@ class _Walk:
                 return None
             placements.append(self.values[ref])
         return AxisStrategy(inputs=tuple(placements), outputs=(Shard(out_dim),))
-
-
-def _anonymous(node: OpNode) -> tuple[Hashable, ...]:
-    """What a rule sees of a node, without names."""
-    refs = node.inputs()
-
-    def nameless(arg: Arg) -> Hashable:
-        if isinstance(arg, Ref):
-            return ("input", refs.index(arg))
-        # True, 1 and 1.0 are equal as keys but not as arguments
-        return tuple(map(nameless, arg)) if isinstance(arg, tuple) else (type(arg), arg)
-
-    kwargs = tuple((name, nameless(value)) for name, value in node.kwargs)
-    return node.target, tuple(map(nameless, node.args)), kwargs, node.outputs
 
 
 def _source_placement(source: Source) -> Placement:

@@ -23,8 +23,9 @@ from autopar.ir.size import Size
 from autopar.ir.strategy import AxisStrategy, BatchAxis, InnerCollective
 from autopar.rules.attention import ATTENTION_DROPOUT
 from autopar.rules.dropout import DROPOUT
+from autopar.rules.expressions import Expressions
 from autopar.rules.index_expr import IndexExpr
-from autopar.rules.registry import axis_strategies, index_expr
+from autopar.rules.registry import axis_strategies
 
 ROUTE, SEND, BRING = "route_exchange", "to_experts_exchange", "from_experts_exchange"
 EXCHANGES = frozenset((ROUTE, SEND, BRING))
@@ -46,11 +47,15 @@ class ExpertStrategy:
     experts: int
 
 
-def expert_strategies(graph: OpGraph, batch: BatchAxis) -> dict[str, ExpertStrategy]:
+def expert_strategies(
+    graph: OpGraph, batch: BatchAxis, expressions: Expressions | None = None
+) -> dict[str, ExpertStrategy]:
     """By node; empty for a graph without experts, or whose samples cannot be split."""
     if batch.coupled:
         return {}
-    finder = _Finder(graph=graph, batch=batch, specs=graph.specs())
+    specs = graph.specs()
+    expressions = expressions or Expressions(specs)
+    finder = _Finder(graph=graph, batch=batch, specs=specs, expressions=expressions)
     finder.run()
     return finder.found
 
@@ -63,6 +68,7 @@ class _Finder:
     graph: OpGraph
     batch: BatchAxis
     specs: Mapping[Ref, TensorSpec]
+    expressions: Expressions
     found: dict[str, ExpertStrategy] = field(default_factory=dict)
     weights: set[Ref] = field(default_factory=set)
     split: dict[Ref, int | None] = field(default_factory=dict)
@@ -161,7 +167,7 @@ class _Finder:
 
     def _product(self, node: OpNode) -> None:
         """A product of a weight and a value over a letter that the result has too."""
-        if (expr := index_expr(node, self.specs)) is None or len(node.outputs) != 1:
+        if (expr := self.expressions.of(node)) is None or len(node.outputs) != 1:
             return
         refs = node.inputs()
         weights = [i for i, ref in enumerate(refs) if ref in self.weights]
@@ -184,7 +190,7 @@ class _Finder:
         if any(self.split[refs[i]] is None for i in held):
             self._rows_passed_on(node, held)
             return
-        if (expr := index_expr(node, self.specs)) is None:
+        if (expr := self.expressions.of(node)) is None:
             return
         letters = {expr.inputs[i][self._dim(refs[i])] for i in held}
         if len(letters) == 1 and len(factors := letters.pop()) == 1:
@@ -252,7 +258,7 @@ class _Finder:
             return ref in self.weights
         if ref not in self.weights:
             return False
-        expr = index_expr(node, self.specs)
+        expr = self.expressions.of(node)
         factors = expr.outputs[ref.index][dim] if expr else ()
         if expr is None or len(factors) != 1:
             return False

@@ -13,6 +13,7 @@ from autopar.rules.attention import CAUSAL_ROWS
 from autopar.rules.batch import batch_axis
 from autopar.rules.context import ATTENTION, along_sequence, ring_attention
 from autopar.rules.expert_axis import ExpertStrategy, expert_strategies
+from autopar.rules.expressions import Expressions
 from autopar.rules.pieces import piece_hints
 from autopar.rules.registry import axis_strategies
 from autopar.rules.sequence import sequence_dims
@@ -89,12 +90,16 @@ class GraphFacts:
     @fact
     def batch(self) -> BatchAxis:
         """The settled strategies of the data axis."""
-        return batch_axis(self.graph)
+        return batch_axis(self.graph, self._expressions)
 
     @fact
     def sequence(self) -> Mapping[Ref, int]:
         """The sequence dim of the values that have one."""
-        return sequence_dims(self.graph)
+        return sequence_dims(self.graph, self._expressions)
+
+    @fact
+    def _expressions(self) -> Expressions:
+        return Expressions(self.specs)
 
     @fact
     def has_causal_attention(self) -> bool:
@@ -146,7 +151,7 @@ class GraphFacts:
     @fact
     def experts(self) -> Mapping[str, ExpertStrategy]:
         """By node, the strategy of a batch axis that splits experts instead of samples."""
-        return expert_strategies(self.graph, self.batch)
+        return expert_strategies(self.graph, self.batch, self._expressions)
 
     def _by_sample_or_expert(self, node: OpNode, axis: MeshAxis) -> tuple[AxisStrategy, ...]:
         """The settled strategy, and the one that splits experts where there are enough."""
@@ -158,4 +163,4 @@ class GraphFacts:
     @fact
     def hints(self) -> Mapping[tuple[Ref, int], tuple[int, ...]]:
         """Pieces in which packed dims are cut."""
-        return piece_hints(self.graph)
+        return piece_hints(self.graph, self._expressions)

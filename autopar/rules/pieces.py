@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from math import prod
 
 from autopar.ir.graph import OpGraph, OpNode, Ref, TensorSpec
+from autopar.rules.expressions import Expressions
 from autopar.rules.index_expr import IndexExpr
-from autopar.rules.registry import index_expr
 
 _Key = tuple[Ref, int]
 
 
-def piece_hints(graph: OpGraph) -> dict[_Key, tuple[int, ...]]:
+def piece_hints(
+    graph: OpGraph, expressions: Expressions | None = None
+) -> dict[_Key, tuple[int, ...]]:
     """(value, dim) to the sizes it is later cut into, for every value up to the weights.
 
     A dim is cut by `split`, `chunk`, `unbind`, or by `select` of each of its indices; from there
@@ -25,9 +27,10 @@ def piece_hints(graph: OpGraph) -> dict[_Key, tuple[int, ...]]:
     one is followed.
     """
     specs = graph.specs()
+    expressions = expressions or Expressions(specs)
     hints: dict[_Key, tuple[int, ...]] = dict(_taken_apart(graph, specs))
     for node in reversed(graph.nodes):
-        expr = index_expr(node, specs)
+        expr = expressions.of(node)
         if expr is None:
             continue
         for (ref, dim), pieces in _split_inputs(node, expr):

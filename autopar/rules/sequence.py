@@ -8,11 +8,11 @@ makes with a weight: a hidden dim has weights, a dim of samples grows with the b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autopar.ir.graph import OpGraph, OpNode, Ref, SourceKind, TensorSpec
-from autopar.rules.index_expr import Dims
-from autopar.rules.registry import index_expr
+from autopar.ir.graph import OpGraph, OpNode, Ref, SourceKind
+from autopar.rules.expressions import Expressions
+from autopar.rules.index_expr import Dims, IndexExpr
 
 _Spot = tuple[Ref, int]
 
@@ -20,16 +20,17 @@ _ADDED = frozenset({"aten.add", "aten.sub", "aten.mul", "aten.slice", "aten.expa
 """Ops in which a weight may run along the sequence, as a learned position does."""
 
 
-def sequence_dims(graph: OpGraph) -> dict[Ref, int]:
+def sequence_dims(graph: OpGraph, expressions: Expressions | None = None) -> dict[Ref, int]:
     """The sequence dim of every value that has just one; empty where the model has no sequence."""
     specs = graph.specs()
+    expressions = expressions or Expressions(specs)
     groups = _Groups()
     weighted: set[_Spot] = set()
     parameters = {
         Ref(source.name) for source in graph.sources if source.kind is SourceKind.PARAMETER
     }
     for node in graph.nodes:
-        for letter_spots in _letters(node, specs):
+        for letter_spots in _letters(node, expressions.of(node)):
             groups.join(letter_spots)
         if node.op not in _ADDED:
             read = (ref for ref in node.inputs() if ref in parameters)
@@ -50,9 +51,8 @@ def sequence_dims(graph: OpGraph) -> dict[Ref, int]:
     return {ref: dim for ref, dim in members[best] if dims[ref] == 1}
 
 
-def _letters(node: OpNode, specs: Mapping[Ref, TensorSpec]) -> Iterator[list[_Spot]]:
+def _letters(node: OpNode, expr: IndexExpr | None) -> Iterator[list[_Spot]]:
     """The dims that every letter of an op stands for by itself."""
-    expr = index_expr(node, specs)
     if expr is None:
         return
     refs = [*node.inputs(), *(Ref(node.name, i) for i in range(len(node.outputs)))]
