@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -129,17 +131,25 @@ def _least_longest(problem: PartitionProblem) -> float:
         return max(problem.counted([times[k] for k in held]) for held in problem.rank_stages())
     if problem.shares_ranks:
         return _least_load(problem, [least[kind] for kind in problem.blocks])
-    largest = max(least[kind] for kind in set(problem.blocks))
-    low = max(sums[-1] / problem.num_stages, largest) * (1 - _ROUNDING)
+    return _longest_run(
+        tuple(sums), max(least[kind] for kind in set(problem.blocks)), problem.num_stages
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _longest_run(sums: tuple[float, ...], largest: float, stages: int) -> float:
+    """The time of the longest of so many runs of blocks, by the sums of their times from the first
+    on. One problem is asked about more than once."""
+    low = max(sums[-1] / stages, largest) * (1 - _ROUNDING)
     # Filled one after the other, no stage passes the mean by more than its last block.
-    high = min(sums[-1], (sums[-1] / problem.num_stages + largest) * (1 + _ROUNDING))
-    if _reach(sums, low * (1 + _ROUNDING), problem.num_stages) == len(problem.blocks):
+    high = min(sums[-1], (sums[-1] / stages + largest) * (1 + _ROUNDING))
+    if _covers(sums, low * (1 + _ROUNDING), stages):
         return low
     for _ in range(_HALVINGS):
         if high - low <= _EXACT * high:
             break
         middle = (low + high) / 2
-        if _reach(sums, middle, problem.num_stages) == len(problem.blocks):
+        if _covers(sums, middle, stages):
             high = middle
         else:
             low = middle
@@ -163,12 +173,14 @@ def _least_load(problem: PartitionProblem, times: list[float]) -> float:
     return load * (1 - _ROUNDING)
 
 
-def _reach(sums: list[float], limit: float, stages: int) -> int:
-    """How many blocks so many stages of at most `limit` each can hold from the first block on."""
-    done = 0
+def _covers(sums: Sequence[float], limit: float, stages: int) -> bool:
+    """Whether so many stages of at most `limit` each can hold all blocks."""
+    done, last = 0, len(sums) - 1
     for _ in range(stages):
         done = bisect_right(sums, sums[done] + limit) - 1
-    return done
+        if done == last:
+            return True
+    return False
 
 
 def least_cuts(problem: PartitionProblem) -> float:

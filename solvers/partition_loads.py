@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -111,7 +111,7 @@ def _alone_s(problem: PartitionProblem, blocks: Counter[int]) -> float:
 
 def _ranks(problem: PartitionProblem, kind: int) -> list[tuple[_Rank, int]]:
     """The kinds of ranks, and how many there are of each."""
-    found: dict[object, list[list[int]]] = {}
+    found: dict[object, list[tuple[int, ...]]] = {}
     for held in problem.rank_stages():
         ends = tuple(k in (0, problem.num_stages - 1) for k in held)
         stages = tuple((problem.in_flight[k], *_at(problem, k)) for k in held)
@@ -138,7 +138,7 @@ def _is_sure(problem: PartitionProblem, kind: int, stage: int) -> bool:
     return together and stage >= first and problem.num_stages - 1 - stage >= behind
 
 
-def _rank(problem: PartitionProblem, kind: int, held: list[int]) -> _Rank:
+def _rank(problem: PartitionProblem, kind: int, held: Sequence[int]) -> _Rank:
     capacity = problem.capacity_bytes[held[0]]
     ends = [(0, problem.blocks[0]), (problem.num_stages - 1, problem.blocks[-1])]
     if len(problem.blocks) == 1:
@@ -159,7 +159,7 @@ def _rank(problem: PartitionProblem, kind: int, held: list[int]) -> _Rank:
     )
 
 
-def _block(problem: PartitionProblem, kind: int, held: list[int]) -> _Block:
+def _block(problem: PartitionProblem, kind: int, held: Sequence[int]) -> _Block:
     options, ranks = problem.classes[kind], len(problem.rank_stages())
     time_s, static, saved, sync_s, transient, device = np.array([o.numbers for o in options]).T
     scale, at, _ = np.array([_at(problem, k) for k in held]).T

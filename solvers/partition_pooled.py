@@ -107,7 +107,7 @@ def _fullest(
     then."""
     ranks, weight = len(problem.rank_stages()), problem.bottleneck_weight
     most = len(problem.blocks) - (ranks - 1) * problem.min_blocks
-    times = sorted(float(c.time.min()) for c in classes for _ in range(c.count))
+    times = sorted(t for c in classes for t in [float(c.time.min())] * c.count)
     total, taken = sum(times) + least_cuts(problem), list(accumulate(times))
     for full in range(-(-len(times) // ranks), most):
         crowded = (total + weight * taken[full]) * (1 - _ROUNDING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,6 +27,17 @@ class BlockOption:
     sync_s: float = 0.0
     transient_bytes: float = 0.0
     device: int = 0
+
+    def scaled(self, factor: float) -> BlockOption:
+        """The same with its time multiplied."""
+        return BlockOption(
+            time_s=factor * self.time_s,
+            static_bytes=self.static_bytes,
+            saved_bytes=self.saved_bytes,
+            sync_s=self.sync_s,
+            transient_bytes=self.transient_bytes,
+            device=self.device,
+        )
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -150,12 +162,9 @@ class PartitionProblem:
         """Whether some rank has several stages."""
         return len(set(self.stage_rank)) < self.num_stages
 
-    def rank_stages(self) -> list[list[int]]:
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank that has any, by rank."""
-        held: dict[int, list[int]] = {}
-        for stage, rank in enumerate(self.stage_rank):
-            held.setdefault(rank, []).append(stage)
-        return [held[rank] for rank in sorted(held)]
+        return _rank_stages(self.stage_rank)
 
     def scaled(self) -> PartitionProblem:
         """The same problem with times that have `sum_weight` in them, of which it then is 1."""
@@ -164,10 +173,7 @@ class PartitionProblem:
         a = self.sum_weight
         return dataclasses.replace(
             self,
-            classes=tuple(
-                tuple(dataclasses.replace(o, time_s=a * o.time_s) for o in options)
-                for options in self.classes
-            ),
+            classes=tuple(tuple(o.scaled(a) for o in options) for options in self.classes),
             boundary_s=tuple(a * cost for cost in self.boundary_s),
             sum_weight=1.0,
             max_weight=self.bottleneck_weight / a,
@@ -255,7 +261,7 @@ class PartitionProblem:
         sync = max(math.fsum(use.sync_s[k] for k in stages) for stages in ranks)
         return self.sum_weight * math.fsum(use.time_s) + self.bottleneck_weight * longest + sync
 
-    def _top(self, use: StageUse, stages: list[int]) -> float:
+    def _top(self, use: StageUse, stages: Sequence[int]) -> float:
         """The time of a rank as it counts towards the longest."""
         if self.boundary_in_max:
             return self.counted([use.time_s[k] for k in stages])
@@ -282,6 +288,14 @@ class PartitionSolution(Solution):
     options: tuple[int, ...]
     stage_time_s: tuple[float, ...]
     stage_bytes: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _rank_stages(stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    held: dict[int, list[int]] = {}
+    for stage, rank in enumerate(stage_rank):
+        held.setdefault(rank, []).append(stage)
+    return tuple(tuple(held[rank]) for rank in sorted(held))
 
 
 def _check_numbers(name: str, values: tuple[float, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pulp
 
@@ -156,7 +156,7 @@ def _stages(problem: PartitionProblem, kind: int, count: int) -> Iterator[int]:
         yield from range(problem.num_stages)
 
 
-def _free_bytes(problem: PartitionProblem, stages: list[int]) -> float:
+def _free_bytes(problem: PartitionProblem, stages: Sequence[int]) -> float:
     """What a rank has for its stages' blocks, beside the least that one of them needs to run."""
     capacity = problem.capacity_bytes[stages[0]] * (1 + CAPACITY_TOLERANCE)
     running = min(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,7 +119,7 @@ def _in_order(
 
 
 def _ways(
-    problem: PartitionProblem, cuts: tuple[int, ...], stages: list[int]
+    problem: PartitionProblem, cuts: tuple[int, ...], stages: Sequence[int]
 ) -> tuple[_Ways, Array, NDArray[np.intp]]:
     """The unbeaten ways of one rank's stages that fit, and the bytes and options of all."""
     runs = [problem.stages(cuts)[k] for k in stages]
