@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,33 @@ class _Rest:
     factors: tuple[Factor, ...]
     options: Mapping[int, NDArray[np.intp]]
     constant: float
+
+    def reduced(
+        self, costs: Mapping[int, Array], edges: Sequence[Edge], last: Collection[int] = ()
+    ) -> _Rest | None:
+        """The same with more costs and edges, and only the nodes in `last` left; None where tables
+        would be too large. Raises Infeasible."""
+        options = self.options
+        factors: list[Factor] = list(self.factors)
+        factors += [((node,), cost[options[node]]) for node, cost in costs.items()]
+        for edge in edges:
+            table = np.asarray(edge.cost)[np.ix_(options[edge.src], options[edge.dst])]
+            factors.append(((edge.src, edge.dst), table))
+        links: dict[int, set[int]] = {node: set() for node in options}
+        for nodes, _ in factors:
+            for node in nodes:
+                links[node] |= set(nodes) - {node}
+        order = greedy_order({node: len(options[node]) for node in options}, links, last)
+        if order is None:
+            return None
+        first = [node for node in order if node not in last]
+        steps, factors, constant = eliminate_factors(factors, first, options)
+        return _Rest(
+            steps=(*self.steps, *steps),
+            factors=tuple(factors),
+            options={node: options[node] for node in order[len(first) :]},
+            constant=self.constant + constant,
+        )
 
 
 class OpenProblems:
@@ -71,10 +99,32 @@ class OpenProblems:
             constant=core.constant + constant,
         )
 
+    def narrowed(
+        self, costs: Mapping[int, Array], edges: Sequence[Edge], open_nodes: Collection[int]
+    ) -> OpenProblems:
+        """The problems that have these costs and edges, with some of the nodes open."""
+        found = copy(self)
+        found._problem = self._with(costs, edges)
+        found._open = frozenset(open_nodes)
+        try:
+            found._rest = self._rest and self._rest.reduced(costs, edges, found._open)
+        except Infeasible:
+            found._rest = None
+        return found
+
+    def _with(self, costs: Mapping[int, Array], edges: Sequence[Edge]) -> ChoiceProblem:
+        return ChoiceProblem(
+            node_costs=tuple(
+                cost + costs[node] if node in costs else cost
+                for node, cost in enumerate(self._problem.node_costs)
+            ),
+            edges=(*self._problem.edges, *edges),
+        )
+
     def solve(
         self,
         costs: Mapping[int, Array],
-        edges: Sequence[Edge],
+        edges: Sequence[Edge] = (),
         *,
         backend: str = "highs",
         time_limit_s: float = 60.0,
@@ -85,15 +135,7 @@ class OpenProblems:
         if found is not None:
             return (found[0], found[0], found[1]) if math.isfinite(found[0]) else None
         solution = solve_choice(
-            ChoiceProblem(
-                node_costs=tuple(
-                    cost + costs[node] if node in costs else cost
-                    for node, cost in enumerate(self._problem.node_costs)
-                ),
-                edges=(*self._problem.edges, *edges),
-            ),
-            backend=backend,
-            time_limit_s=time_limit_s,
+            self._with(costs, edges), backend=backend, time_limit_s=time_limit_s
         )
         if solution.choices is None:
             return None
@@ -104,22 +146,10 @@ class OpenProblems:
     ) -> tuple[float, tuple[int, ...]] | None:
         """What the cheapest choice costs (inf: none is possible), and its options; None where
         tables would be too large."""
-        options = rest.options
-        factors: list[Factor] = list(rest.factors)
-        factors += [((node,), cost[options[node]]) for node, cost in costs.items()]
-        for edge in edges:
-            table = np.asarray(edge.cost)[np.ix_(options[edge.src], options[edge.dst])]
-            factors.append(((edge.src, edge.dst), table))
-        links: dict[int, set[int]] = {node: set() for node in options}
-        for nodes, _ in factors:
-            for node in nodes:
-                links[node] |= set(nodes) - {node}
-        order = greedy_order({node: len(options[node]) for node in options}, links)
-        if order is None:
-            return None
         try:
-            steps, _, constant = eliminate_factors(factors, order, options)
+            found = rest.reduced(costs, edges)
         except Infeasible:
             return math.inf, ()
-        count = len(self._problem.node_costs)
-        return rest.constant + constant, decoded((*rest.steps, *steps), {}, count)
+        if found is None:
+            return None
+        return found.constant, decoded(found.steps, {}, len(self._problem.node_costs))

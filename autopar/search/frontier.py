@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from autopar.ir.graph import Ref
 from autopar.search.floors import Floors, hidden_share
 from autopar.search.grid import Grid
-from autopar.search.least_kept import least_again
+from autopar.search.least_kept import least_seconds
 from autopar.search.problems import ShardingProblems
+from autopar.search.recompute import RecomputeProblem
 from autopar.search.sharding import ShardingProblem
 from autopar.search.state import accumulation_width
 from solvers.hull import Line, corners
@@ -58,6 +59,7 @@ class Frontiers:
     floors: Floors
     _states: dict[object, _State | None] = field(default_factory=dict)
     _lines: dict[ShardingProblem, list[Line]] = field(default_factory=dict)
+    _kept: dict[object, list[Line]] = field(default_factory=dict)
 
     def options(self, grid: Grid, class_index: int, device: int = 0) -> tuple[BlockOption, ...]:
         """Options of which some mix is no worse than any real one in any respect.
@@ -118,15 +120,13 @@ class Frontiers:
         """Steps run again against what is kept: prices of a byte, and the least of both."""
         pricer = self.problems.pricer
         block = pricer.setting.chain.representative(class_index)
-        space = pricer.spaces.of(block, grid)
-        problem = least_again(
-            space,
-            self.floors.storages(space),
-            pricer.backwards.saved(block),
-            pricer.setting.source_refs,
-            pricer.prices(grid),
-        )
-        return problem.lines()
+        space, prices = pricer.spaces.of(block, grid), pricer.prices(grid)
+        storages, seconds = self.floors.storages(space).at(prices), least_seconds(space, prices)
+        key = (id(space), storages.sizes, tuple(seconds.values()))
+        if key not in self._kept:
+            saved, held = pricer.backwards.saved(block), pricer.setting.source_refs
+            self._kept[key] = RecomputeProblem(storages, saved, held, seconds).lines()
+        return self._kept[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from autopar.search.copies import Step, Storage
 from autopar.search.footprints import Footprints
 from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
-from autopar.search.recompute import RecomputeProblem, StepSeconds
+from autopar.search.recompute import StepSeconds
 
 
 class LeastStorages:
@@ -83,6 +83,11 @@ class PricedStorages:
         self.steps = steps
         self._sizes, self._values, self._storage, self._specs = sizes, values, storage, specs
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of all values."""
+        return tuple(self._values.values())
+
     def nbytes(self, storage: Storage) -> int:
         """Local bytes of a storage."""
         return self._sizes.get(storage[0], 0)
@@ -108,19 +113,13 @@ class PricedStorages:
         return {(ref, ()) for ref in values}
 
 
-def least_again(
-    space: BlockSpace,
-    storages: LeastStorages,
-    saved: SavedSet,
-    held: Collection[Ref],
-    prices: Prices,
-) -> RecomputeProblem:
-    """What it takes at the least to run parts of a block again on a mesh, and what that saves."""
+def least_seconds(space: BlockSpace, prices: Prices) -> dict[str, StepSeconds]:
+    """What it takes at the least to run every step of a block again on a mesh."""
     seconds = {}
     for node, options in zip(space.nodes, space.options, strict=True):
         least = float(prices.option_s(node, options)[:, 0].min())
         seconds[node.name] = StepSeconds(least, least)
-    return RecomputeProblem(storages.at(prices), saved, held, seconds)
+    return seconds
 
 
 def _offered(space: BlockSpace) -> dict[Ref, set[Layout]]:

@@ -24,6 +24,7 @@ from autopar.search.remembered import Family, choice_family
 from autopar.search.shared_sharding import SharedSharding
 from autopar.search.store import Store
 from autopar.search.wiring import Wiring, wired
+from solvers.choice_open import OpenProblems
 from solvers.choice_problem import ChoiceProblem
 from solvers.solution import Status
 
@@ -173,6 +174,12 @@ class ShardingProblem:
             return None
         return self._shared.solve(self._prices, self._backend, self._time_limit_s)
 
+    @cached_property
+    def _priced(self) -> OpenProblems:
+        """The problems with a price of their own for layouts of parameters."""
+        assert self._shared is not None
+        return self._shared.at(self._prices)
+
     def fastest(self) -> Sharding | None:
         """The fastest sharding with gradients summed for free."""
         if self._alone is None:
@@ -195,7 +202,9 @@ class ShardingProblem:
         costs = {at: more[ref] for ref, at in together.items()}
         found = self._alone
         if costs:
-            found = self._shared.solve(self._prices, self._backend, self._time_limit_s, costs)
+            found = self._priced.solve(
+                costs, backend=self._backend, time_limit_s=self._time_limit_s
+            )
         if found is None:
             return None
         _, bound, choices = found

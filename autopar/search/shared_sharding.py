@@ -6,7 +6,7 @@ it communicates over them. All the rest is the same for all such meshes, and min
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
 from autopar.search.wiring import Link, Wiring
 from solvers.choice_open import OpenProblems
-from solvers.choice_problem import ChoiceProblem
+from solvers.choice_problem import ChoiceProblem, Edge
 
 Array = NDArray[np.float64]
 
@@ -112,28 +112,24 @@ class SharedSharding:
         return {ref: lies[ref][0] for ref in refs if lies[ref][0] in open_nodes}
 
     def solve(
-        self,
-        prices: Prices,
-        backend: str,
-        time_limit_s: float,
-        more: Mapping[int, Array] | None = None,
+        self, prices: Prices, backend: str, time_limit_s: float
     ) -> tuple[float, float, tuple[int, ...]] | None:
-        """The fastest choice on a mesh: seconds, a bound, and the option of every node. There may
-        be `more` costs of nodes of `open_parameters`."""
+        """The fastest choice on a mesh: seconds, a bound, and the option of every node."""
+        return self._problems.solve(*self._own(prices), backend=backend, time_limit_s=time_limit_s)
+
+    def at(self, prices: Prices) -> OpenProblems:
+        """The problems on a mesh with more costs of the nodes of `open_parameters`."""
+        return self._problems.narrowed(*self._own(prices), self.open_parameters.values())
+
+    def _own(self, prices: Prices) -> tuple[dict[int, Array], list[Edge]]:
+        """The costs and edges that a mesh has for itself."""
         costs = {index: self._op_s(index, prices) for index in sorted(self._open_ops)}
         for link in self._open_links:
             for end in (link.source, link.target):
                 if end is not None and end not in costs:
                     costs[end] = np.zeros(self._wiring.sizes[end])
         edges = [link.take(prices, costs) for link in self._open_links]
-        for index, each in (more or {}).items():
-            costs[index] = costs[index] + each if index in costs else each
-        return self._problems.solve(
-            costs,
-            [edge for edge in edges if edge],
-            backend=backend,
-            time_limit_s=time_limit_s,
-        )
+        return costs, [edge for edge in edges if edge]
 
 
 def varying_links(wiring: Wiring, prices: Prices) -> tuple[Link, ...]:
