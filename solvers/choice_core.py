@@ -102,7 +102,7 @@ def decoded(
     known = dict(chosen)
     for step in reversed(eliminated):
         at = tuple(
-            int(np.searchsorted(options, known[node]))
+            int(options.searchsorted(known[node]))
             for node, options in zip(step.neighbours, step.neighbour_options, strict=True)
         )
         known[step.node] = int(step.options[step.best[at]])
@@ -168,11 +168,11 @@ def distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
     """The index of the first of each distinct row, and which of these every row is."""
     seen: dict[bytes, int] = {}
     first: list[int] = []
-    kind = np.empty(len(rows), dtype=np.intp)
-    for index, row in enumerate(rows):
-        key = row.tobytes()
-        if key not in seen:
-            seen[key] = len(first)
+    kind = []
+    whole, width = rows.tobytes(), rows.nbytes // max(1, len(rows))
+    for index in range(len(rows)):
+        place = seen.setdefault(whole[index * width : (index + 1) * width], len(first))
+        if place == len(first):
             first.append(index)
-        kind[index] = seen[key]
-    return first, kind
+        kind.append(place)
+    return first, np.array(kind, dtype=np.intp)

@@ -103,17 +103,16 @@ def minimise_factors(
 
     Options of a neighbour that all factors take alike share their entries, which are computed once.
     """
-    parts = [_node_first(node, around, factor) for factor in factors]
-    sizes = [max(part.shape[axis] for part in parts) for axis in range(1, len(around) + 1)]
-    if len(parts[0]) * math.prod(sizes) < _WORTH_MERGING:
+    parts = [_node_last(node, around, factor) for factor in factors]
+    sizes = [max(part.shape[axis] for part in parts) for axis in range(len(around))]
+    if parts[0].shape[-1] * math.prod(sizes) < _WORTH_MERGING:
         return _minimise_parts(parts, sizes)
     kinds = []
     for axis in range(len(around)):
-        first, kind = _alike(parts, axis + 1, sizes[axis])
+        first, kind = _alike(parts, axis, sizes[axis])
         if len(first) < sizes[axis]:
             parts = [
-                part if part.shape[axis + 1] == 1 else part.take(first, axis=axis + 1)
-                for part in parts
+                part if part.shape[axis] == 1 else part.take(first, axis=axis) for part in parts
             ]
         sizes[axis] = len(first)
         kinds.append(kind)
@@ -132,16 +131,17 @@ def _alike(parts: Sequence[Array], axis: int, size: int) -> tuple[list[int], NDA
 
 
 def _minimise_parts(parts: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, NDArray[np.intp]]:
-    if len(parts[0]) * math.prod(sizes) <= _AT_ONCE:
-        whole = np.zeros((*sizes, len(parts[0])))
+    count = parts[0].shape[-1]
+    if count * math.prod(sizes) <= _AT_ONCE:
+        whole = np.zeros((*sizes, count))
         for part in parts:
-            whole += np.moveaxis(part, 0, -1)
-        at = whole.argmin(axis=-1)
-        return np.take_along_axis(whole, at[..., None], axis=-1)[..., 0], at
+            whole += part
+        return whole.min(axis=-1), whole.argmin(axis=-1)
     # One option at a time, so that no table with a dim for it is made.
+    parts = [np.ascontiguousarray(np.moveaxis(part, -1, 0)) for part in parts]
     least, best = np.full(sizes, np.inf), np.zeros(sizes, dtype=np.intp)
     total, better = np.empty(sizes), np.empty(sizes, dtype=bool)
-    for i in range(len(parts[0])):
+    for i in range(count):
         total[...] = parts[0][i]
         for part in parts[1:]:
             total += part[i]
@@ -264,11 +264,10 @@ def eliminate_factors(
     return steps, left, constant
 
 
-def _node_first(node: int, around: tuple[int, ...], factor: Factor) -> Array:
-    """A factor's table with the node as its first dim and one for each of `around`, of size 1 where
-    it does not depend on that."""
+def _node_last(node: int, around: tuple[int, ...], factor: Factor) -> Array:
+    """A view of a factor's table with a dim for each of `around`, of size 1 where it does not
+    depend on that, and the node as its last dim."""
     nodes, table = factor
-    order = [node, *(other for other in around if other in nodes)]
-    moved = np.ascontiguousarray(table.transpose([nodes.index(other) for other in order]))
-    sizes = dict(zip(order, moved.shape, strict=True))
-    return moved.reshape([sizes[node], *(sizes.get(other, 1) for other in around)])
+    order = [other for other in (*around, node) if other in nodes]
+    moved = table.transpose([nodes.index(other) for other in order])
+    return moved[tuple(slice(None) if other in nodes else None for other in (*around, node))]

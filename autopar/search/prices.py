@@ -114,13 +114,12 @@ class Prices:
         seconds: NDArray[np.float64] = self._moves_s(self.specs[ref], table)[table].sum(axis=2)
         return seconds
 
-    def moves(self, ref: Ref, have: Sequence[Layout], want: Sequence[Layout]) -> list[Move]:
-        """The distinct moves that bring a value from any layout of `have` to any of `want`."""
+    def moves(self, ref: Ref, have: Sequence[Layout], want: Sequence[Layout]) -> set[int]:
+        """Which `paths.moves` bring a value from some layout of `have` to some of `want`."""
         if ref in self.updated:
-            return []
+            return set()
         table = self.paths.table(have, want, differentiable=ref in self.differentiable)
-        moves = (self.paths.moves[index] for index in np.unique(table))
-        return [move for move in moves if move is not None]
+        return set(table.ravel().tolist())
 
     def _moves_s(self, spec: TensorSpec, used: NDArray[np.intp]) -> NDArray[np.float64]:
         """Seconds of the moves of all paths, for values like this one; of those not `used` yet

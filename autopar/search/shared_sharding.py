@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import batch_count
+from autopar.ir.size import Shape
 from autopar.search.node_costs import is_sized
 from autopar.search.prices import Prices
 from autopar.search.wiring import Link, Wiring
@@ -134,18 +135,25 @@ class SharedSharding:
 
 def varying_links(wiring: Wiring, prices: Prices) -> tuple[Link, ...]:
     """The moves whose seconds depend on the sizes of the axes that split samples, for which the
-    prices on any mesh with these axes do."""
-    return tuple(link for link in wiring.links if _varies(link, prices))
+    prices on any mesh with these axes do: where one communicates, and moves on such an axis or what
+    it moves has its size from them."""
+    samples = batch_count(prices.names)
+    known: dict[tuple[Shape, int], bool] = {}
 
+    def varies(shape: Shape, index: int) -> bool:
+        move = prices.paths.moves[index]
+        if move is None or (move.transition.forward is None and move.transition.backward is None):
+            return False
+        sized = (is_sized(shape, lies[:samples]) for lies in (move.before, move.after))
+        return move.axis < samples or any(sized)
 
-def _varies(link: Link, prices: Prices) -> bool:
-    """Whether what the moves take depends on the sizes of the axes that split samples: one that
-    communicates does, where it moves on such an axis or what it moves has its size from them."""
-    samples, shape = batch_count(prices.names), prices.specs[link.ref].shape
-    return any(
-        move.axis < samples
-        or is_sized(shape, move.before[:samples])
-        or is_sized(shape, move.after[:samples])
-        for move in prices.moves(link.ref, link.rows, link.columns)
-        if move.transition.forward is not None or move.transition.backward is not None
-    )
+    def of_link(link: Link) -> bool:
+        shape = prices.specs[link.ref].shape
+        for index in prices.moves(link.ref, link.rows, link.columns):
+            if (shape, index) not in known:
+                known[shape, index] = varies(shape, index)
+            if known[shape, index]:
+                return True
+        return False
+
+    return tuple(link for link in wiring.links if of_link(link))
