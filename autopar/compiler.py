@@ -17,6 +17,7 @@ from autopar.capture import Captured, capture, find_blocks
 from autopar.codegen.model import ModelView
 from autopar.codegen.program import program_files, write_files
 from autopar.codegen.traffic import stage_collectives, totals
+from autopar.collecting import seldom_collecting
 from autopar.costs.clusters import parse_cluster, priced
 from autopar.costs.memory import Training
 from autopar.costs.profiles import Profile
@@ -123,6 +124,7 @@ class Planned:
         return program_files(self.view, self.captured.fixed_entries)
 
 
+@seldom_collecting()
 def plan_model(
     model: nn.Module,
     batch: Batch,
@@ -145,6 +147,7 @@ def plan_model(
     return plan_captured(captured, where, options, name=name, progress=progress)
 
 
+@seldom_collecting()
 def plan_captured(
     captured: Captured,
     cluster: Cluster | str,
@@ -334,6 +337,7 @@ def adopt_source(
     return adopt_plan(plan, model, batch, cluster=cluster, loss_fn=loss_fn, progress=progress)
 
 
+@seldom_collecting()
 def plan_source(
     source: ModelSource, cluster: Cluster | str, options: PlanOptions, progress: Progress = _quiet
 ) -> Planned:

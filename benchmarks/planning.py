@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured, capture
+from autopar.collecting import seldom_collecting
 from autopar.compiler import PlanOptions, build_meta, load_source, plan_captured, plan_source
 from autopar.plan.plan import Plan
 from autopar.plan.text import columns
@@ -215,6 +216,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return columns(header, cells)
 
 
+@seldom_collecting()
 def main() -> None:
     """Measure each model on each cluster."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
