@@ -5,6 +5,9 @@ those bounds, makes the runs it uses exact, and repeats: the first best partitio
 optimal. After a few rounds it prices every run that a better partition might still use, and
 searches once more. `method="ilp"` (or `certify`) then hands the runs left to an engine, which
 proves the objective independently.
+
+The ranks of a long chain are filled with its blocks before all that (`partition_filled`), which
+will do where it comes close to what is known.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def solve_partition(
         return solution if done or not can_try_all(problem) else _tried(run)
     if problem.shares_ranks:
         return _tried(run) if can_try_all(problem) else _shared(run)
-    run.cutoff = math.inf
+    run.cutoff = math.inf  # of stages of a chain the best is found, whatever it is
     graph = chain_graph(problem.scaled(), run.deadline)
     try:
         arcs = _dynamic_program(run, graph)

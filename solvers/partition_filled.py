@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.partition_frontier import pareto
 from solvers.partition_graph import Partition, in_order
 from solvers.partition_problem import BlockOption, PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
@@ -105,7 +107,7 @@ def filled(problem: PartitionProblem) -> Partition | None:
 
 def _other_ways(problem: PartitionProblem, run: _Run) -> _Ways | None:
     """Blocks before the run are on the first stage, those after it on the last."""
-    rows: list[tuple[int, float, float, float, tuple[int, ...]]] = []
+    rows: list[_Way] = []
     last = problem.num_stages - 1
     for stage in range(problem.num_stages):
         kinds = (*(run.before if stage == 0 else ()), *(run.after if stage == last else ()))
@@ -115,17 +117,9 @@ def _other_ways(problem: PartitionProblem, run: _Run) -> _Ways | None:
         ]
         if math.prod(map(len, offered)) > _MOST_WAYS:
             return None
-        for chosen in itertools.product(*offered):
-            options = [problem.classes[kind][o] for kind, o in zip(kinds, chosen, strict=True)]
-            rows.append(
-                (
-                    stage,
-                    problem.time_scale[stage] * sum(o.time_s for o in options),
-                    sum(_held(o, problem.in_flight[stage]) for o in options),
-                    max((o.transient_bytes for o in options), default=0.0),
-                    chosen,
-                )
-            )
+        own = [_way(problem, stage, kinds, chosen) for chosen in itertools.product(*offered)]
+        numbers = np.array([(time_s, used, transient) for _, time_s, used, transient, _ in own])
+        rows += [own[i] for i in pareto(*numbers.T).tolist()]
     stages, times, used, transients, found = zip(*rows, strict=True)
     return _Ways(
         stage=np.array(stages),
@@ -133,6 +127,23 @@ def _other_ways(problem: PartitionProblem, run: _Run) -> _Ways | None:
         used=np.array(used),
         transient=np.array(transients),
         options=list(found),
+    )
+
+
+_Way = tuple[int, float, float, float, tuple[int, ...]]
+"""A stage, with the seconds, bytes, transient bytes and options of its other blocks."""
+
+
+def _way(
+    problem: PartitionProblem, stage: int, kinds: Sequence[int], chosen: tuple[int, ...]
+) -> _Way:
+    options = [problem.classes[kind][o] for kind, o in zip(kinds, chosen, strict=True)]
+    return (
+        stage,
+        problem.time_scale[stage] * sum(o.time_s for o in options),
+        sum(_held(o, problem.in_flight[stage]) for o in options),
+        max((o.transient_bytes for o in options), default=0.0),
+        chosen,
     )
 
 
