@@ -17,6 +17,8 @@ NO_MOVE, IMPOSSIBLE = 0, 1
 
 _ANY = Ref("")
 
+_Layouts = Sequence[Layout]
+
 
 @dataclass
 class Paths:
@@ -27,11 +29,17 @@ class Paths:
     _index: dict[Move, int] = field(default_factory=dict)
     _found: dict[tuple[Layout, Layout, bool], list[int]] = field(default_factory=dict)
     _tables: dict[object, NDArray[np.intp]] = field(default_factory=dict)
+    _asked: dict[object, tuple[_Layouts, _Layouts, NDArray[np.intp]]] = field(default_factory=dict)
+    """The same by the ids of the layouts, which are kept so that no others have these."""
 
-    def table(
-        self, have: Sequence[Layout], want: Sequence[Layout], *, differentiable: bool
-    ) -> NDArray[np.intp]:
+    def table(self, have: _Layouts, want: _Layouts, *, differentiable: bool) -> NDArray[np.intp]:
         """Indices of the moves from every layout of `have` to every one of `want`, in order."""
+        asked = (id(have), id(want), differentiable)
+        if asked not in self._asked:
+            self._asked[asked] = have, want, self._table(have, want, differentiable)
+        return self._asked[asked][2]
+
+    def _table(self, have: _Layouts, want: _Layouts, differentiable: bool) -> NDArray[np.intp]:
         key = (tuple(have), tuple(want), differentiable)
         if key not in self._tables:
             paths = [[self._path(x, y, differentiable) for y in want] for x in have]

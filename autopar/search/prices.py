@@ -125,9 +125,9 @@ class Prices:
         """Seconds of the moves of all paths, for values like this one; of those not `used` yet
         NaN."""
         known = self._seconds.get(spec, np.array([0.0, inf]))
-        unknown = np.full(len(self.paths.moves) - len(known), np.nan)
-        known = self._seconds[spec] = np.concatenate([known, unknown])
-        for index in np.unique(used[np.isnan(known[used])]):
+        if unknown := len(self.paths.moves) - len(known):
+            known = self._seconds[spec] = np.concatenate([known, np.full(unknown, np.nan)])
+        for index in set(used[np.isnan(known[used])].tolist()):
             move = self.paths.moves[index]
             if move is not None:
                 allowed = self._holds_samples(move, spec)
