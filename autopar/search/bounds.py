@@ -254,29 +254,23 @@ class Bounds:
 
     def _scheduled(self, grid: Grid, weights: Weights) -> Bound:
         """The same with what bytes cost, and every rank with whole blocks in its own memory."""
-        known = self._in_flight(grid, weights)
-        if not grid.pipe.flushes or known.step_s == inf:
-            return known
-        priced = self._priced(grid, self._stage_problem(grid, weights))
-        if priced is None:
-            return known
-        return known._replace(step_s=max(known.step_s, pooled_bound(priced), loaded_bound(priced)))
+        plain = self._bound(grid, weights, self._fastest)
+        if not grid.pipe.flushes or plain == inf:
+            return Bound(plain, plain)
+        priced = self._priced(grid, weights)
+        return Bound(plain if priced is None else max(plain, loaded_bound(priced)), plain)
 
     def _stage_problem(self, grid: Grid, weights: Weights) -> PartitionProblem:
         classes = self._floor_classes(grid, self._fastest)
         return chain_problem(self.pricer, grid, classes, weights, messages=False)
 
-    def _priced(self, grid: Grid, problem: PartitionProblem) -> PartitionProblem | None:
-        """The same with what classes take where bytes have a price; None where that is not known:
+    def _priced(self, grid: Grid, weights: Weights) -> PartitionProblem | None:
+        """The chain with what classes take where bytes have a price; None where that is not known:
         with several numbers in flight of which one is none."""
-        in_flight = problem.in_flight
-        if keeps_one_less(grid):
-            if min(in_flight) < 1:
-                return None
-            in_flight = tuple(held - 1 for held in in_flight)
         spots = self.pricer.places.spots(grid)
         for home, _ in spots:
-            self._frontiers.setdefault(home, Frontiers(self.problems.at(home), self._floors[home]))
+            floors = self._floors.setdefault(home, Floors(self.pricer.at(home)))
+            self._frontiers.setdefault(home, Frontiers(self.problems.at(home), floors))
         classes = tuple(
             tuple(
                 option
@@ -287,7 +281,12 @@ class Bounds:
         )
         if not all(classes):
             return None
-        return replace(problem, classes=classes, in_flight=in_flight)
+        problem = chain_problem(self.pricer, grid, classes, weights, messages=False)
+        if not keeps_one_less(grid):
+            return problem
+        if min(problem.in_flight) < 1:
+            return None
+        return replace(problem, in_flight=tuple(held - 1 for held in problem.in_flight))
 
     def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:
         spots = self.pricer.places.spots(grid)
