@@ -140,6 +140,13 @@ def test_ranks_with_less_room_are_dealt_fewer_blocks_or_take_longer():
     assert loaded_bound(problem) == pytest.approx(best) == pytest.approx(10 + 10 * 4)
 
 
+def test_a_rank_may_have_far_more_blocks_than_others():
+    """Two of three have room for one alone."""
+    one = BlockOption(time_s=1.0, static_bytes=1.0, saved_bytes=0.0)
+    problem = chain(9, 3, one, capacity=(1.0, 1.0, 99.0))
+    assert loaded_bound(problem) == pytest.approx(best_partition(problem)) == pytest.approx(79)
+
+
 def test_every_stage_has_a_block_however_much_it_holds():
     """There and back: the first stage holds 15 micro-batches, but has one block at the least."""
     keep = BlockOption(time_s=1.0, static_bytes=0.0, saved_bytes=1.0)
