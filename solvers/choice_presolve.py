@@ -160,13 +160,13 @@ def _drop_dominated(core: Core, node: int, limited: set[int]) -> bool:
 def _replaceable(core: Core, node: int, limited: set[int]) -> NDArray[np.bool_]:
     """[j, i]: j goes with every partner of i and uses no more of any capacity."""
     possible = ~np.eye(len(core.options[node]), dtype=bool)
-    for matrix in core.edges[node].values():
-        partners = np.isfinite(matrix)
-        if not partners.all():
-            first, kind = distinct(partners)
-            rows = partners[first].astype(np.float32)
-            lacking = (1 - rows) @ rows.T > 0
-            possible &= ~lacking[np.ix_(kind, kind)]
+    partners = [np.isfinite(matrix) for matrix in core.edges[node].values()]
+    some = [each for each in partners if not each.all()]
+    if some:
+        first, kind = distinct(np.concatenate(some, axis=1))
+        rows = np.concatenate([each[first] for each in some], axis=1).astype(np.float32)
+        together = (1 - rows) @ rows.T == 0
+        possible &= together[kind].take(kind, axis=1)
     if node in limited:
         for capacity in core.capacities:
             if node in capacity.usage:
