@@ -14,6 +14,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.hull import lower_hull
 from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
@@ -65,14 +66,6 @@ def _of_class(
 
 def _least_times(times: Array, used: Array, room: Array) -> Array:
     """The least time of a mix of options that uses no more than each `room` on average."""
-    hull: list[tuple[float, float]] = []
-    for use, time in sorted(zip(used.tolist(), times.tolist(), strict=True)):
-        if hull and time >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (use - hull[-2][0]) >= (
-            time - hull[-2][1]
-        ) * (hull[-1][0] - hull[-2][0]):
-            hull.pop()
-        hull.append((use, time))
-    uses, least = np.array(hull).T
+    uses, least = np.array(lower_hull(zip(used.tolist(), times.tolist(), strict=True))).T
+    least = np.minimum.accumulate(least)  # room may be left
     return np.asarray(np.where(room < uses[0], math.inf, np.interp(room, uses, least)))

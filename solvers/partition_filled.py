@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from solvers.partition_frontier import pareto
 from solvers.partition_graph import Partition, in_order
-from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
 Array = NDArray[np.float64]
@@ -141,14 +141,10 @@ def _way(
     return (
         stage,
         problem.time_scale[stage] * sum(o.time_s for o in options),
-        sum(_held(o, problem.in_flight[stage]) for o in options),
+        sum(o.held_bytes(problem.in_flight[stage]) for o in options),
         max((o.transient_bytes for o in options), default=0.0),
         chosen,
     )
-
-
-def _held(option: BlockOption, in_flight: int) -> float:
-    return option.static_bytes + in_flight * option.saved_bytes
 
 
 class _Filler:
@@ -160,7 +156,9 @@ class _Filler:
         options = problem.classes[run.kind]
         scale, device = np.array(problem.time_scale), np.array(problem.stage_device)
         self.time_s = scale[:, None] * np.array([o.time_s for o in options])
-        self.used = np.array([[_held(o, count) for o in options] for count in problem.in_flight])
+        self.used = np.array(
+            [[o.held_bytes(count) for o in options] for count in problem.in_flight]
+        )
         here = device[:, None] == np.array([o.device for o in options])
         small, fast = np.meshgrid(np.arange(len(options)), np.arange(len(options)))
         slower = self.time_s[0][small] > self.time_s[0][fast]

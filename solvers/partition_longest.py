@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.partition_problem import BlockOption, PartitionProblem
+from solvers.partition_problem import PartitionProblem
 from solvers.solution import CAPACITY_TOLERANCE
 
 Array = NDArray[np.float64]
@@ -139,11 +139,7 @@ def _offered(problem: PartitionProblem, kind: int, stage: _Stage) -> tuple[Array
     """Seconds and bytes of a class's options on a stage."""
     options = [o for o in problem.classes[kind] if o.device == stage.device]
     times = stage.scale * np.array([o.time_s for o in options])
-    return times, np.array([_held(o, stage.in_flight) for o in options])
-
-
-def _held(option: BlockOption, in_flight: int) -> float:
-    return option.static_bytes + in_flight * option.saved_bytes
+    return times, np.array([o.held_bytes(stage.in_flight) for o in options])
 
 
 def _prices(own: list[tuple[Array, Array]]) -> list[float]:

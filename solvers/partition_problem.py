@@ -39,6 +39,10 @@ class BlockOption:
             device=self.device,
         )
 
+    def held_bytes(self, in_flight: int) -> float:
+        """What it holds with so many micro-batches in flight, whether it runs or not."""
+        return self.static_bytes + in_flight * self.saved_bytes
+
     @property
     def numbers(self) -> tuple[float, ...]:
         """All that it takes and holds."""
