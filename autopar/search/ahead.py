@@ -6,13 +6,19 @@ are the same whoever answers, however many there are, and whoever is done first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, Protocol
 
 from autopar.search.grid import Grid
 
 Answer = object
+
+_SELDOM = 20
+"""How many times as long as telling what is likely to be asked takes, it is not told anew: with
+hardly anything left to do helpers are always idle, and a look at a long queue takes a while."""
 
 
 class Question(NamedTuple):
@@ -57,6 +63,7 @@ class Ahead:
 
     answer: Callable[[Question], Answer]
     helpers: Helpers | None = None
+    _told_until: float = field(default=-inf, init=False)
 
     def get(self, question: Question) -> Answer:
         """The answer to a question. Raises what working it out raises."""
@@ -67,12 +74,16 @@ class Ahead:
                 pass
         return self.answer(question)
 
-    @property
-    def idle(self) -> bool:
-        """Whether there are helpers, and questions that will be asked are worth telling them."""
-        return self.helpers is not None and self.helpers.idle
-
     def expect(self, questions: Iterable[Question]) -> None:
         """Questions that are likely to be asked next, in that order."""
         if self.helpers is not None:
             self.helpers.expect(questions)
+
+    def look(self, likely: Callable[[], Iterable[Question]]) -> None:
+        """The same, where there are helpers with little left to do: what is `likely` is found out
+        only then, and takes no more than a small share of the search."""
+        if self.helpers is None or time.monotonic() < self._told_until or not self.helpers.idle:
+            return
+        started_s = time.thread_time()
+        self.helpers.expect(likely())
+        self._told_until = time.monotonic() + _SELDOM * (time.thread_time() - started_s)

@@ -259,8 +259,7 @@ class Planner:
         return pipe.chunks * ceil(blocks / pipe.num_stages) * pipe.ranks / blocks
 
     def _look_ahead(self, queue: Sequence[Entry], seen: Seen) -> None:
-        if self.ahead.idle:
-            self.ahead.expect(map(next_question, next_entries(queue, seen)))
+        self.ahead.look(lambda: map(next_question, next_entries(queue, seen)))
 
     def _solve(self, grid: Grid, seen: Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.
