@@ -39,6 +39,10 @@ class Question(NamedTuple):
         return self.kin, self.grid.micro_batch
 
 
+Then = Callable[[Question, Answer], Question | None]
+"""What is likely to be asked once a question is answered so, if anything."""
+
+
 class Unanswered(Exception):
     """The answer is an error."""
 
@@ -46,8 +50,9 @@ class Unanswered(Exception):
 class Helpers(Protocol):
     """Who answers the questions of one search ahead of it."""
 
-    def expect(self, questions: Iterable[Question]) -> None:
-        """Questions that are likely to be asked next, in place of those expected before."""
+    def expect(self, questions: Iterable[Question], then: Then) -> None:
+        """Questions that are likely to be asked next, and `then` those that follow from their
+        answers, in place of those expected before."""
 
     def get(self, question: Question, answer: Callable[[Question], Answer]) -> Answer:
         """The answer, worked out elsewhere or by `answer`. Raises Unanswered."""
@@ -77,13 +82,16 @@ class Ahead:
     def expect(self, questions: Iterable[Question]) -> None:
         """Questions that are likely to be asked next, in that order."""
         if self.helpers is not None:
-            self.helpers.expect(questions)
+            self.helpers.expect(questions, lambda question, answer: None)
 
-    def look(self, likely: Callable[[], Iterable[Question]]) -> None:
-        """The same, where there are helpers with little left to do: what is `likely` is found out
-        only then, and takes no more than a small share of the search."""
-        if self.helpers is None or time.monotonic() < self._told_until or not self.helpers.idle:
+    def look(self, likely: Callable[[], tuple[Iterable[Question], Then]], anew: bool) -> None:
+        """The same and what follows from the answers, where there are helpers with little left to
+        do, or all is to be told `anew`: what is `likely` is found out only then, and takes no more
+        than a small share of the search."""
+        if self.helpers is None:
+            return
+        if not anew and (time.monotonic() < self._told_until or not self.helpers.idle):
             return
         started_s = time.thread_time()
-        self.helpers.expect(likely())
+        self.helpers.expect(*likely())
         self._told_until = time.monotonic() + _SELDOM * (time.thread_time() - started_s)

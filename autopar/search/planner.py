@@ -14,7 +14,7 @@ from autopar.errors import InfeasiblePlan
 from autopar.ir.graph import Ref
 from autopar.ir.placement import Layout
 from autopar.search.ahead import Ahead, Answer, Question
-from autopar.search.bounds import Bound, Bounds, Sharpness
+from autopar.search.bounds import Bounds, Sharpness
 from autopar.search.dive import Dive
 from autopar.search.found import Found
 from autopar.search.grid import Grid
@@ -33,8 +33,9 @@ from autopar.search.seen import (
     TIE,
     Entry,
     Seen,
+    Sharper,
     first_question,
-    next_entries,
+    likely_next,
     next_question,
     pop_quick,
 )
@@ -79,7 +80,6 @@ Problem = tuple[dict[int, tuple[ClassOption, ...]], PartitionProblem]
 
 Problems = tuple[Problem, ...]
 Computed = tuple[float, float]
-Sharper = tuple[Bound, Sharpness, float]
 
 
 @dataclass
@@ -150,6 +150,7 @@ class Planner:
             late = self._late
             if dive.moves():
                 queue = dive.ordered(queue)
+                self._look_ahead(queue, seen, anew=True)
             entry = pop_quick(queue) if late and not seen.compares else heapq.heappop(queue)
             bound, grid = entry.bound, entry.grid
             if not late and dive.stands_back(queue, entry):
@@ -258,8 +259,8 @@ class Planner:
             return 1.0
         return pipe.chunks * ceil(blocks / pipe.num_stages) * pipe.ranks / blocks
 
-    def _look_ahead(self, queue: Sequence[Entry], seen: Seen) -> None:
-        self.ahead.look(lambda: map(next_question, next_entries(queue, seen)))
+    def _look_ahead(self, queue: Sequence[Entry], seen: Seen, anew: bool = False) -> None:
+        self.ahead.look(lambda: likely_next(queue, seen), anew)
 
     def _solve(self, grid: Grid, seen: Seen) -> Iterator[Staged]:
         """The best stages of a grid for every way to lay parameters that several blocks share.

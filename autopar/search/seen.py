@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from autopar.ir.mesh import CONTEXT
-from autopar.search.ahead import Question
-from autopar.search.bounds import Sharpness
+from autopar.search.ahead import Answer, Question, Then
+from autopar.search.bounds import Bound, Sharpness
 from autopar.search.grid import Grid
 from autopar.search.stages import Staged
 from solvers.solution import relative_gap
@@ -23,6 +23,11 @@ _NEXT = 8
 
 _NEAR = 0.05
 """Share by which the best plan is taken to need more than what the first grid promises."""
+
+
+Sharper = tuple[Bound, Sharpness, float]
+"""The answer to a `sharper` question: the bound, how sharp it is, and about what parameters take
+beside."""
 
 
 class Entry(NamedTuple):
@@ -123,21 +128,27 @@ def next_question(entry: Entry) -> Question:
     return Question("problems", entry.grid)
 
 
-def next_entries(queue: Sequence[Entry], seen: Seen) -> list[Entry]:
-    """Grids by when they are likely to be asked about.
+def likely_next(queue: Sequence[Entry], seen: Seen) -> tuple[list[Question], Then]:
+    """What is likely to be asked about grids, by when, and what follows from the answers.
 
     Those that promise most come first, then those with the least bounds: sooner or later all are
     asked about whose bound is below what the best will take. As long as no plan is known, that is
     taken to be a little more than what the first promises.
     """
-    if not queue:
-        return []
     limit_s, deepest = seen.limit_s, Sharpness.SCHEDULED
-    if not seen.compares:
+    if not seen.compares and queue:
         limit_s, deepest = (1 + _NEAR) * queue[0].promise, Sharpness.STARTED
     first = [entry for entry in heapq.nsmallest(_NEXT, queue) if entry.bound < seen.limit_s]
     left = [entry for entry in queue if entry.bound < limit_s and entry.sharpness < deepest]
     left.sort(key=lambda entry: entry.bound)
     sharpened = [entry for entry in first if entry.sharpness < Sharpness.SCHEDULED]
     solved = [entry for entry in first if entry.sharpness == Sharpness.SCHEDULED]
-    return [*sharpened, *left, *solved]
+
+    def then(question: Question, answer: Answer) -> Question | None:
+        if question.what != "sharper":
+            return None
+        bound, sharpness, _ = cast(Sharper, answer)
+        more = bound.step_s < limit_s and sharpness < deepest
+        return Question("sharper", question.grid, sharpness) if more else None
+
+    return list(map(next_question, [*sharpened, *left, *solved])), then

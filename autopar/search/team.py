@@ -21,7 +21,7 @@ from itertools import islice
 from typing import IO
 
 from autopar.rules import is_extended
-from autopar.search.ahead import Answer, Question, Unanswered
+from autopar.search.ahead import Answer, Question, Then, Unanswered
 from autopar.search.setting import Setting
 from autopar.threads import ONE_THREAD
 
@@ -35,7 +35,11 @@ _TOGETHER = 6
 """Questions that a worker is given at once, which hides what giving them takes."""
 
 _FEW = 24
-"""Expected questions, for each worker, below which more are worth telling."""
+"""Expected questions below which those that know most of them answer them alone."""
+
+_SOON = 512
+"""Expected questions, for each worker, below which more are worth telling: what is done here before
+that is thought of again may take many seconds."""
 
 _WORTH = 256
 """Grids of a search from which it is worth the second that a worker takes to be ready for it."""
@@ -86,6 +90,7 @@ class Team:
         self._settings: list[bytes] = []
         self._urgent: dict[Key, _Place] = {}
         self._expected: dict[Key, _Place] = {}
+        self._then: tuple[int, Then] | None = None
         self._taken: set[Key] = set()
         self._answers: dict[Key, tuple[bool, Answer]] = {}
         self._families: dict[object, int] = {}
@@ -136,13 +141,31 @@ class Team:
             self._threads.append(threading.Thread(target=self._serve, args=(worker,), daemon=True))
             self._threads[-1].start()
 
-    def expect(self, number: int, questions: Iterable[Question]) -> None:
-        """Questions that a search is likely to ask next, in place of those expected before."""
+    def expect(self, number: int, questions: Iterable[Question], then: Then) -> None:
+        """Questions that a search is likely to ask next, and then those that follow from their
+        answers, in place of those expected before."""
         with self._changed:
-            keys = ((number, question) for question in questions)
-            self._expected = {key: self._place(key) for key in keys if not self._known(key)}
+            self._then, self._expected = (number, then), {}
+            for question in questions:
+                self._await((number, question))
             self._share_out(self._expected.values())
             self._changed.notify_all()
+
+    def _await(self, key: Key | None) -> None:
+        """Expect a question, or what follows from its answer where that is known."""
+        while key in self._answers:
+            key = self._following(key)
+        if key is not None and not self._known(key):
+            self._expected[key] = self._place(key)
+
+    def _following(self, key: Key) -> Key | None:
+        """What the search that expects questions is likely to ask after one that is answered."""
+        number, then = self._then or (None, None)
+        answered, answer = self._answers[key]
+        if then is None or number != key[0] or not answered:
+            return None
+        question = then(key[1], answer)
+        return None if question is None else (key[0], question)
 
     def get(self, number: int, question: Question, answer: Callable[[Question], Answer]) -> Answer:
         """The answer to a question, worked out by `answer` here unless a worker has it or knows
@@ -158,6 +181,8 @@ class Team:
             with self._changed:
                 self._taken.discard(mine)
                 self._answers[mine] = found
+                self._await(mine)
+                self._changed.notify_all()
         answered, result = self._answers[key]
         if not answered:
             raise Unanswered
@@ -166,8 +191,8 @@ class Team:
     def _forget_others(self, number: int) -> None:
         """Expect no more what another search asked last: what is expected may be answered here."""
         with self._changed:
-            if next(iter(self._expected), (number,))[0] != number:
-                self._expected = {}
+            if self._then is not None and self._then[0] != number:
+                self._then, self._expected = None, {}
 
     def _next_here(self, key: Key) -> Key | None:
         """What to answer here next while `key` is asked for, None once it is answered."""
@@ -177,12 +202,12 @@ class Team:
             while key not in self._answers:
                 if not any(worker.answered and worker.helps for worker in self._workers):
                     return key
-                if chosen := self._chosen_here(key):
-                    self._take(self._here, chosen)
-                    return chosen[0]
                 if key not in self._taken and key not in self._urgent:
                     self._urgent[key] = self._place(key)
                     self._changed.notify_all()
+                if chosen := self._chosen_here(key):
+                    self._take(self._here, chosen)
+                    return chosen[0]
                 left_s = patient_until - time.monotonic()
                 if left_s > 0:
                     self._changed.wait(left_s)
@@ -223,7 +248,7 @@ class Team:
     @property
     def idle(self) -> bool:
         """Whether few expected questions are left."""
-        return len(self._expected) < _FEW * len(self._workers)
+        return len(self._expected) < _SOON * len(self._workers)
 
     def _known(self, key: Key) -> bool:
         return key in self._answers or key in self._taken or key in self._urgent
@@ -239,6 +264,7 @@ class Team:
                         key = worker.keys.pop(0)
                         self._taken.discard(key)
                         self._answers.setdefault(key, answer)
+                        self._await(key)
                         worker.answered, worker.stalled = worker.answered + 1, False
                         self._changed.notify_all()
         except Exception:  # gone: the search does without
@@ -303,9 +329,9 @@ class TeamHelpers:
     team: Team
     number: int
 
-    def expect(self, questions: Iterable[Question]) -> None:
-        """Questions that are likely to be asked next, in place of those expected before."""
-        self.team.expect(self.number, questions)
+    def expect(self, questions: Iterable[Question], then: Then) -> None:
+        """Questions that are likely to be asked next, and then those that follow from answers."""
+        self.team.expect(self.number, questions, then)
 
     def get(self, question: Question, answer: Callable[[Question], Answer]) -> Answer:
         """The answer, which `answer` may be asked for. Raises Unanswered."""

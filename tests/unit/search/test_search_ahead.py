@@ -18,7 +18,7 @@ class Idle:
     def __init__(self, clock):
         self.clock, self.told_s = clock, []
 
-    def expect(self, questions):
+    def expect(self, questions, then):
         self.told_s.append(self.clock.now_s)
 
 
@@ -36,10 +36,10 @@ def test_telling_what_is_likely_takes_a_small_share_of_the_time(clock):
 
     def likely():
         clock.now_s += TELLING_S
-        return ()
+        return (), None
 
     for _ in range(1000):
-        asking.look(likely)
+        asking.look(likely, anew=False)
         clock.now_s += TELLING_S / 2
     told = len(helpers.told_s)
     assert 0.03 < told * TELLING_S / clock.now_s < 0.06
@@ -48,6 +48,6 @@ def test_telling_what_is_likely_takes_a_small_share_of_the_time(clock):
 def test_helpers_with_enough_to_do_are_told_nothing(clock):
     helpers = Idle(clock)
     helpers.idle = False
-    Ahead(lambda question: None, helpers).look(lambda: pytest.fail("looked for nothing"))
-    Ahead(lambda question: None).look(lambda: pytest.fail("looked for nobody"))
+    Ahead(lambda question: None, helpers).look(lambda: pytest.fail("looked for nothing"), False)
+    Ahead(lambda question: None).look(lambda: pytest.fail("looked for nobody"), True)
     assert not helpers.told_s

@@ -22,6 +22,7 @@ from autopar.search import make_plan, team
 from autopar.search.bounds import Sharpness
 from autopar.search.grids import grids
 from autopar.search.planner import ANSWERS, Planner, Question
+from autopar.search.seen import Entry, Seen, likely_next
 from autopar.search.team import Team, working
 
 ROOT = Path(__file__).parents[3]
@@ -253,6 +254,44 @@ def test_no_worker_outlives_the_process_that_started_it(how):
         process.send_signal(how)
         process.wait()
         await_that(lambda: not any(map(is_running, pids)))
+
+
+def test_workers_go_on_with_what_follows_from_their_answers(every_search, dense):
+    grid = next(grid for grid in grids(dense) if not grid.pipe.splits_backward)
+    bound, *_ = Planner(setting=dense).answer(Question("sharper", grid))
+    entry = Entry(0.0, (), 0.0, Sharpness.COMPUTE, grid, 0.0)
+    levels = [Sharpness.COMPUTE, Sharpness.HELD, Sharpness.STARTED, Sharpness.IN_FLIGHT]
+    for ceiling_s, last in ((10 * bound.step_s, 4), (bound.step_s, 1)):
+        with working(2) as helping:
+            helpers = helping.helpers(dense, 1)
+            helping._here.alive = False  # all is the worker's
+            helpers.expect(*likely_next([entry], Seen(ceiling_s=ceiling_s)))
+            (worker,) = helping._workers
+            await_that(lambda worker=worker: worker.answered and not worker.keys)
+            await_that(lambda helping=helping: not helping._expected and not helping._taken)
+            assert [question.more for _, question in helping._answers] == levels[:last]
+
+
+def test_who_has_a_question_is_told_of_it_however_much_there_is_to_do_here(
+    every_search, dense, monkeypatch
+):
+    monkeypatch.setattr(team, "_FEW", float("inf"))  # what is to do here stays here
+    with working(2) as helping:
+        helpers, (worker,) = helping.helpers(dense, 1), helping._workers
+        asked = [Question("computed", grid) for grid in grids(dense)]
+        helpers.expect(asked, lambda question, answer: None)
+        await_that(lambda: worker.answered)
+        theirs = [q for q in asked if helping._owner_of(helping._place((0, q))) is worker]
+        here = []
+
+        def answer(question):
+            here.append(question)
+            time.sleep(0.2)
+
+        urgent = Question("sharper", theirs[0].grid)
+        helpers.get(urgent, answer)
+        assert urgent not in here
+        assert len(here) < (len(asked) - len(theirs)) / 2
 
 
 def test_short_searches_are_not_shared(dense, monkeypatch):
