@@ -49,6 +49,15 @@ class ClassTable:
         """Bytes held by each option for the whole step."""
         return self.static + in_flight * self.saved
 
+    def least(self, values: Array, device: int, thresholds: Array) -> Array:
+        """The least of the values [option, case] of the options `allowed` under each threshold:
+        [threshold, case], infinite without any."""
+        own = np.flatnonzero(self.device == device)
+        order = own[np.argsort(self.transient[own])]
+        least = np.full((len(own) + 1, values.shape[1]), np.inf)
+        np.minimum.accumulate(values[order], axis=0, out=least[1:])
+        return np.asarray(least[self.transient[order].searchsorted(thresholds, side="right")])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Frontier:

@@ -120,13 +120,13 @@ class Pricer:
 
     def least_bytes(self, kind: int) -> Array:
         """The least bytes (static, saved, transient) each composition can run in."""
-        stage = self.kinds[kind]
-        used = [c.used(stage.in_flight)[:, None] for c in self.classes[stage.device]]
-        needs = [
-            self._total(used, stage.device, threshold)[:, 0] + threshold
-            for threshold in self.thresholds
-        ]
-        return np.min(needs, axis=0)
+        stage, limits = self.kinds[kind], np.array(self.thresholds)
+        used = [table.used(stage.in_flight)[:, None] for table in self.classes[stage.device]]
+        least = self._least(used, stage.device, limits)[:, :, 0]
+        # A limit that lets nothing less be used is no better than the one below.
+        differ = np.flatnonzero((least[:, 1:] != least[:, :-1]).any(axis=0)) + 1
+        useful = [0, *differ.tolist()]
+        return np.asarray((self._sums(least[:, useful]) + limits[useful]).min(axis=1))
 
     def least_options(self, kind: int, composition: int) -> list[tuple[int, int]]:
         """(class, option) of the blocks of a composition in the least bytes."""
@@ -151,7 +151,7 @@ class Pricer:
         """A lower bound on the sync time of each composition on a kind of stage."""
         device = self.kinds[kind].device
         syncs = [c.sync[:, None] for c in self.classes[device]]
-        return self._total(syncs, device, np.inf)[:, 0]
+        return self._sums(self._least(syncs, device, np.array([np.inf]))[:, :, 0])[:, 0]
 
     def lower_time(self, kind: int) -> Array:
         """A lower bound on the time of each composition; inf where, exactly, none fits."""
@@ -169,34 +169,34 @@ class Pricer:
             c.time[:, None] + multipliers * c.used(stage.in_flight)[:, None]
             for c in self.classes[stage.device]
         ]
-        best = np.full(len(self.compositions), np.inf)
-        for step in np.array_split(self.thresholds, min(_MAX_STEPS, len(self.thresholds))):
-            priced = multipliers * (stage.free_bytes - step[0])
-            total = self._total(values, stage.device, step[-1])
-            magnitude = np.where(np.isinf(total), 0.0, total) + np.abs(priced)
-            bound = (total - priced - _ROUNDING * magnitude).max(axis=1)
-            best = np.minimum(best, np.maximum(bound, 0.0))
-        return np.asarray(best * stage.scale)
+        steps = np.array_split(self.thresholds, min(_MAX_STEPS, len(self.thresholds)))
+        first, last = (np.array([step[end] for step in steps]) for end in (0, -1))
+        least = self._least(values, stage.device, last)
+        priced = multipliers * (stage.free_bytes - first)[:, None]
+        total = self._sums(least.reshape(len(least), -1)).reshape(-1, *priced.shape)
+        surely = total * (1 - _ROUNDING) - (priced + _ROUNDING * np.abs(priced))
+        return np.asarray(np.maximum(surely.max(axis=2), 0.0).min(axis=1) * stage.scale)
 
     def bounds(self, kind: int) -> tuple[Array, Array | None]:
         """Bounds on the ways [way, composition] to run on a kind of stage: of their times, and of
         what they count towards the bottleneck where that is not their time."""
         return self.lower_time(kind)[None, :], None
 
-    def _total(self, values: list[Array], device: int, threshold: float) -> Array:
-        """Per composition, the sum of each block's least value on a device with transient <=
-        threshold.
+    def _least(self, values: list[Array], device: int, limits: Array) -> Array:
+        """The least values [class, limit, case] of options on a device with transients up to each
+        limit. `values` holds a row per option and a column per case."""
+        tables = self.classes[device]
+        return np.array(
+            [table.least(own, device, limits) for own, table in zip(values, tables, strict=True)]
+        )
 
-        `values` holds a row per option and a column per case; so does the result.
-        """
-        allowed = [table.allowed(device, threshold) for table in self.classes[device]]
-        missing = np.array([not some.any() for some in allowed])
-        least = [
-            np.zeros(value.shape[1]) if none else value[some].min(axis=0)
-            for value, some, none in zip(values, allowed, missing, strict=True)
-        ]
-        total = self._counts @ np.array(least)
-        total[self._counts @ missing > 0] = np.inf
+    def _sums(self, least: Array) -> Array:
+        """Per composition and case, the sum over its blocks of the least values [class, case];
+        infinite where a class that has some has none."""
+        missing = np.isinf(least)
+        total = self._counts @ np.where(missing, 0.0, least)
+        if missing.any():
+            total[self._counts @ missing > 0] = np.inf
         return np.asarray(total)
 
     def _multipliers(self, stage: StageKind) -> list[float]:

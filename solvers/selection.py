@@ -59,12 +59,15 @@ def solve_selection(problem: SelectionProblem) -> frozenset[int] | None:
     count = len(problem.taken)
     network = _Network(count + 2)
     source, sink = count, count + 1
-    for item in range(count):
-        network.add(item, sink, whole[item])
-        network.add(source, item, whole[count + item])
+    flow = 0
+    for item, (taken, left) in enumerate(zip(whole[:count], whole[count : 2 * count], strict=True)):
+        through = min(taken, left)  # flows straight through the item
+        flow += through
+        network.add(item, sink, taken - through)
+        network.add(source, item, left - through)
     for (first, second, _), cost in zip(problem.pairs, whole[2 * count :], strict=True):
         network.add(first, second, cost)
-    if network.maximum_flow(source, sink) >= unbounded:
+    if flow + network.maximum_flow(source, sink) >= unbounded:
         return None
     return frozenset(network.reachable(source) - {source})
 

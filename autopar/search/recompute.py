@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd, inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,7 +134,7 @@ class RecomputeProblem:
         count = len(self._groups)
         taken, left = list(self._time_s), [byte_price_s * extra for extra in self._extras]
         pairs: list[tuple[int, int, float]] = []
-        for storage, readers in self._readers().items():
+        for storage, readers in self._readers.items():
             price = byte_price_s * self._storages.nbytes(storage)
             maker = self._maker.get(storage)
             if storage in self._needed:
@@ -143,7 +144,7 @@ class RecomputeProblem:
             taken.append(0.0 if maker is not None else price)
             left.append(0.0)
             node = len(taken) - 1
-            pairs += [(reader, node, inf) for reader in sorted(readers)]
+            pairs += [(reader, node, inf) for reader in readers]
             pairs += [] if maker is None else [(node, maker, price)]
         chosen = solve_selection(
             SelectionProblem(taken=tuple(taken), left=tuple(left), pairs=tuple(pairs))
@@ -166,17 +167,17 @@ class RecomputeProblem:
     def _dear(self) -> float:
         """A price at which the smallest saving is worth all the time there is: a saving is a sum
         and difference of sizes, so that their common divisor is none larger."""
-        sizes = map(self._storages.nbytes, {*self._maker, *self._readers()})
+        sizes = map(self._storages.nbytes, {*self._maker, *self._readers})
         smallest = gcd(*sizes, *map(round, self._extras)) or 1
         return 2 * max(sum(self._time_s), 1e-12) / smallest
 
-    def _readers(self) -> dict[Storage, set[int]]:
+    @cached_property
+    def _readers(self) -> dict[Storage, list[int]]:
         """Groups that read each storage from outside; those the backward needs have an entry."""
-        readers: dict[Storage, set[int]] = {s: set() for s in sorted(self._needed, key=str)}
+        readers: dict[Storage, list[int]] = {s: [] for s in sorted(self._needed, key=str)}
         for index, group in enumerate(self._groups):
-            for storage in group.reads:
-                if storage not in self._held:
-                    readers.setdefault(storage, set()).add(index)
+            for storage in group.reads - self._held:
+                readers.setdefault(storage, []).append(index)
         return readers
 
     def _kept(self, chosen: frozenset[int]) -> set[Storage]:
