@@ -4,7 +4,8 @@ Nothing is proven before all grids that may be better have been looked at closel
 found much sooner. For a first one grids are followed to the end of which most is known: what they
 will take is guessed from how sharp their bound is, whether grids like them did not fit, and
 whether their schedule is the simplest. Then the neighbours of the best plan have their turn, which
-are likely to fit too, before those that promise a little more.
+are likely to fit too. All others come by their bounds, the least first: wherever a search ends, the
+bound of what is left is then as high as it can be.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _UNFIT = 1.2
 """The same of grids for every one of their pipeline and schedule that did not fit."""
 
 _FAR = 3.0
-"""The same of grids that are no neighbours of the best: they differ in more than one decision."""
+"""The same of the bounds of grids that are no neighbours of the best: they differ in more than one
+decision."""
 
 
 class Dive:
@@ -49,13 +51,15 @@ class Dive:
 
     def guessed(self, entry: Entry) -> Entry:
         """The entry at its place in the queue."""
+        if self._best is not None and _steps(entry.grid, self._best.grid) > 1:
+            return entry._replace(promise=_FAR * entry.bound)
         return entry._replace(promise=entry.plain * self._factor(entry))
 
     def _factor(self, entry: Entry) -> float:
         grid = entry.grid
         later = 1.0 if (grid.schedule, grid.chunks) == FREE[0] else _LATER
         if self._best is not None:
-            return later if _steps(grid, self._best.grid) <= 1 else _FAR
+            return later
         if self._seen.compares:
             return 1.0
         rise: float = _RISE ** (Sharpness.SCHEDULED - entry.sharpness)

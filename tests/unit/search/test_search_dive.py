@@ -73,6 +73,18 @@ def test_neighbours_of_the_best_plan_go_before_grids_that_promise_more():
     assert dive.ordered([near, far, beyond])[0].grid is far.grid
 
 
+def test_grids_far_from_the_best_plan_go_by_their_bounds():
+    seen = Seen(total=3)
+    dive = Dive(seen)
+    seen.add(solved(Status.OPTIMAL))
+    dive.moves()
+    twice = {"micro_batch": 2, "pipeline": 4}
+    high, low = entry(1.2, **twice), entry(1.4, position=1, **twice)._replace(bound=1.1)
+    assert dive.ordered([high, low])[0].bound == 1.1
+    assert not dive.stands_back([], dive.guessed(low))
+    assert dive.ordered([low, entry(1.5, pipeline=4)])[0].grid.micro_batch == 1
+
+
 def test_a_search_that_has_a_plan_to_beat_goes_by_what_grids_promise():
     dive = Dive(Seen(total=1, ceiling_s=5.0))
     vague, close = entry(1.0, Sharpness.COMPUTE), entry(1.1)
