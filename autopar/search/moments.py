@@ -272,7 +272,7 @@ def _backward(
     for k in reversed(range(len(runs))):
         peaks = _peaks(runs, k)
         own = _joining(runs[k], peaks.split_bytes if split else peaks.backward_bytes)
-        own += _gathered_back(runs, k) + behind[k] + _sent_alone(runs[k]) * last
+        own += _gathered_back(runs, k) + behind[k] + _on_its_way(runs, k) * last
         peak = max(peak, before[k] + own - reduced + left)
         left += runs[k].option.cost.deferred_bytes * split
         alone = [w for w in runs[k].weights if w.level == 3]
@@ -292,6 +292,15 @@ def _behind(runs: Sequence[_Run], returned: int) -> list[int]:
 def _sent_alone(run: _Run) -> int:
     """A weight at level 3 has its gradient reduced at once: the buffer that is sent."""
     return max((w.entry.nbytes for w in run.weights if w.level == 3), default=0)
+
+
+def _on_its_way(runs: Sequence[_Run], k: int) -> int:
+    """What is there of level 3's reductions while the backward of a block runs: what the block
+    behind sent last, and where there is none, the share that stays of what the block sends itself,
+    in place of a weight that it has read."""
+    if k + 1 < len(runs):
+        return _sent_alone(runs[k + 1])
+    return max((w.kept_bytes for w in runs[k].weights if w.level == 3), default=0)
 
 
 def _first(runs: Sequence[_Run], before: Sequence[int], returned: int) -> int:

@@ -136,6 +136,7 @@ def peak_and_predicted(name, pins, limit):
         ("gpt", {"tensor": 2, "micro_batches": 1}),
         ("gpt", {"data": 2, "micro_batches": 1}),
         ("gpt", {"data": 2, "zero": 3, "micro_batches": 2}),
+        ("stack", {"data": 2, "zero": 3, "micro_batches": 2}),
         ("gpt", {"tensor": 2, "recompute": "all", "micro_batches": 2}),
         ("gpt", {"pipeline": 2, "schedule": "1f1b", "micro_batches": 4}),
         ("gpt", {"pipeline": 2, "schedule": "zb-h1", "micro_batches": 4}),
@@ -144,7 +145,7 @@ def peak_and_predicted(name, pins, limit):
 )
 def test_the_peak_of_a_step_is_the_plans(pool2, name, pins):
     for measured, predicted in pool2.run(peak_and_predicted, name, pins, None):
-        assert -0.02 <= predicted / measured - 1 <= 0.05
+        assert -0.02 <= predicted / measured - 1 <= 0.03
 
 
 def refused(limit):
