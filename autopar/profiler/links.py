@@ -32,6 +32,8 @@ MESSAGES_BYTES: dict[str, tuple[int, ...]] = {
 """Sizes of message to measure by device type: 1 KiB to 64 MiB, or to 1 GiB."""
 
 _SAMPLES, _MOST_LOOPS, _ENOUGH_S = 12, 50, 0.02
+_ENOUGH_BETWEEN_S = 0.05
+"""Seconds of a sample between computing, in which ranks get hold of cores as luck has it."""
 _SEGMENTS = 2
 """Runs of other ops before a collective that ranks come to from compute: about 2 ms of a core."""
 _DISTURBED = 3
@@ -157,9 +159,10 @@ def _seconds(run: Run, device: torch.device, limit_s: float = inf) -> list[float
 
 
 def _between_s(run: Run, device: torch.device) -> list[float]:
-    """The same after computing, of which the time is no part.
+    """The same of every sample after computing, of which the time is no part.
 
-    The ranks of a CPU come to it one after the other, as they get hold of a core.
+    The ranks of a CPU come to it one after the other, as they get hold of a core. Computing is
+    timed anew beside each sample: a machine is not as fast from one second to the next.
     """
     others = OtherOps()
 
@@ -171,8 +174,13 @@ def _between_s(run: Run, device: torch.device) -> list[float]:
         compute()
         run()
 
-    compute_s = median(_seconds(compute, device))
-    return [max(0.0, both_s - compute_s) for both_s in _seconds(both, device)]
+    for _ in range(2):
+        first_s = _slowest(both, 1, device)
+    loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_BETWEEN_S / first_s)))
+    pairs = [
+        (_slowest(compute, loops, device), _slowest(both, loops, device)) for _ in range(_SAMPLES)
+    ]
+    return [both_s - compute_s for compute_s, both_s in pairs]
 
 
 def _slowest(run: Run, loops: int, device: torch.device) -> float:
