@@ -6,7 +6,8 @@ compute, `k` that compute at the same time run `min(slowdown, p / k)` times as f
 A rank that waits leaves its part to the others, so a bubble costs less than on devices that stand
 alone, and imbalance nothing while the cores are busy. Collectives take a rank's part of the cores
 as well (they move bytes through sockets), but are no faster where more is left: they go from rank
-to rank and back. A message takes that of its sender alike.
+to rank and back. A message takes that of its sender alike, and as much again of the cores for its
+receiver, which reads what the other writes, whether it waits for it or computes.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ class _Row:
         return self.left_s is not None and self.left_s <= self.waits_s
 
     @property
+    def sends(self) -> bool:
+        """Whether a message is on its way."""
+        begun = self.begin_s >= 0.0 and self.at < len(self.actions)
+        return begun and self.communicates and self.actions[self.at].kind.is_send
+
+    @property
     def next_s(self) -> float:
         """What is left of the compute, or of the communication after it."""
         assert self.left_s is not None
@@ -132,9 +139,8 @@ class _Run:
 
     def _pass(self, active: Sequence[_Row]) -> None:
         """Let time pass until something ends."""
-        waiting = [row for row in active if row.communicates]
-        computing = len(active) - len(waiting)
-        rate = min(self.slowdown, (len(self.rows) - len(waiting)) / max(computing, 1))
+        computing = sum(not row.communicates for row in active)
+        rate = self._rate(computing, len(active) + sum(row.sends for row in active))
         ends_s = {id(row): row.next_s / (1.0 if row.communicates else rate) for row in active}
         passed_s = min(ends_s.values())
         self.now_s += passed_s
@@ -146,6 +152,13 @@ class _Run:
             row.left_s = max(row.left_s - done_s, 0.0 if row.communicates else row.waits_s)
             if row.begin_s >= 0.0 and row.at < len(row.actions):
                 row.busy_s += passed_s * row.actions[row.at].kind.is_compute
+
+    def _rate(self, computing: int, taking: int) -> float:
+        """How fast ranks compute, of all `taking` a part of the cores: communication takes what it
+        takes of all ranks, and where more is at work than there are ranks, all get less."""
+        ranks, moving = len(self.rows), taking - computing
+        left = (ranks - moving) / max(computing, 1)
+        return min(self.slowdown, max(left, ranks / taking))
 
     def _advance(self, row: _Row) -> bool:
         """Go on with a rank until it computes or waits; whether anything happened."""

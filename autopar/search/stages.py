@@ -119,9 +119,11 @@ def stage_ranks(grid: Grid, stage: int) -> range:
 
 
 def _boundary_times(pricer: Pricer, grid: Grid, hop: Places | None = None) -> tuple[float, ...]:
-    """Half of what a message and its gradient take, for each neighbour of every possible cut."""
+    """What a message and its gradient take of each neighbour of every possible cut: half, and where
+    ranks share cores all, since both are at it (`schedules.sharing`)."""
     kinds, distinct = pricer.setting.boundary_kinds
-    each = [sum(boundary_s(pricer, grid, refs, hop)) / 2 for refs in distinct]
+    part = 1.0 if pricer.setting.cluster.slowdown > 1 else 0.5
+    each = [part * sum(boundary_s(pricer, grid, refs, hop)) for refs in distinct]
     return tuple(each[kind] for kind in kinds)
 
 

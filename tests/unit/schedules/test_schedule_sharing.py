@@ -94,6 +94,19 @@ def test_a_message_takes_its_senders_part():
     assert min(rank.messages_s for rank in step.ranks) >= 2 * 0.5
 
 
+def test_a_message_takes_as_much_of_its_receiver():
+    times = StageTimes(
+        forward_s=(1.0, 2.0), backward_s=(1.0, 1.0), send_forward_s=(0.5,), send_backward_s=(0.0,)
+    )
+    alone = simulate(build_schedule("gpipe", 2, 2), times)
+    shared = share_cores(alone, 2.0, (0.0, 0.0), (0.0, 0.0)).timeline
+    rows = zip(shared.schedule.ranks[1], shared.end_s[1], strict=True)
+    forward_s = next(end_s for action, end_s in rows if action.kind is ActionKind.FORWARD)
+    # alone to 0.5 s, the message to 1 s; both compute to 2 s; beside the second message one of
+    # three takes a third of the core for 0.5 s; what is left runs alone
+    assert forward_s == pytest.approx(2.5 + (1.0 - 0.5 * 2 / 3) / 2)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_where_the_seconds_of_a_rank_go_adds_up(schedule):
     load = StageLoad(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,22 @@ def test_events_take_what_the_closed_form_says(pins):
         tail_s = max(dict(s.time_s)["optimizer"] + dict(s.time_s)["weight_gather"] for s in stages)
         assert above <= pins["micro_batches"] * sends_s + tail_s + 1e-9
         assert -above <= 0.02 * prediction.step_s
+
+
+def test_where_ranks_share_cores_both_ends_of_a_cut_are_at_its_messages():
+    """Each neighbour counts half of them where messages take links, all where they take cores."""
+    group = parse_cluster("local:2").groups[0]
+    counted = {}
+    for cores in (1, 2):
+        cluster = replace(parse_cluster("local:2"), groups=(replace(group, cores=cores),))
+        pins = {"pipeline": 2, "micro_batches": 2, "schedule": "1f1b", "recompute": "none"}
+        planner = Planner(setting=replace(setting(**pins), cluster=cluster))
+        staged = planner.search().solved[0]
+        _, stages = stage_plans(planner.pricer, staged)
+        times = dict(stages[0].time_s), dict(stages[1].time_s)
+        sends_s = times[0]["send_forward"] + times[1]["send_backward"]
+        counted[cores] = staged.problem.boundary_s[staged.solution.cuts[0] - 1] / sends_s
+    assert counted == pytest.approx({1: 1.0, 2: 0.5})
 
 
 @pytest.mark.parametrize("zero", [2, 3])
