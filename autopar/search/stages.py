@@ -44,7 +44,8 @@ _FITTINGS = 4
 """How often a partition that lacks room by a closer look is solved again."""
 
 _MARGIN_BYTES = 4 * DEFAULT_CAP_BYTES
-"""Room that makes a closer look needless: more than the buckets of a step take."""
+"""Room that makes a closer look needless: more than the buckets of a step take. What blocks send of
+gradients while others run comes on top."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,11 +365,13 @@ def _heavier(pricer: Pricer, staged: Staged) -> PartitionProblem | None:
     grid, problem, solution = staged.grid, staged.problem, staged.solution
     if not solution.status.has_solution or not grid.pipe.flushes:
         return None
+    chosen = chosen_options(pricer.setting.chain, staged.options, solution)
+    margin_bytes = _MARGIN_BYTES + max(option.state.unreduced_bytes for option in chosen)
     tight = [
         on_rank
         for on_rank in problem.rank_stages()
         if problem.capacity_bytes[on_rank[0]] - sum(solution.stage_bytes[k] for k in on_rank)
-        < _MARGIN_BYTES
+        < margin_bytes
     ]
     if not tight:
         return None

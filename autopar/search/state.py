@@ -69,12 +69,13 @@ class StateCost:
     """What a block's parameters cost besides the block's own run.
 
     `held` per rank at all times; `gathered_bytes` the whole weights of one block at level 3,
-    `unreduced_bytes` its whole gradients before they are reduced, from level 2 on. `gathers` are
-    the weights gathered in a micro-batch, with the seconds of one and whether the backward reads
-    it; `again_shares` the part that it gathers anew, of those it reads and of those it runs again
-    too. `sum_s` per micro-batch to add up gradients, and `reduce_s` to reduce them where that is
-    not left to the last. `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that
-    runs beside the last backward.
+    `unreduced_bytes` its whole gradients before they are reduced, from level 2 on; where they are
+    added up whole, what one takes that is sent, less what its sum took. `gathers` are the weights
+    gathered in a micro-batch, with the seconds of one and whether the backward reads it;
+    `again_shares` the part that it gathers anew, of those it reads and of those it runs again too.
+    `sum_s` per micro-batch to add up gradients, and `reduce_s` to reduce them where that is not
+    left to the last. `sync_s` and `optimizer_s` per step, `early_s` the part of `sync_s` that runs
+    beside the last backward.
     """
 
     held: StateBytes
@@ -198,7 +199,7 @@ def parameter_bytes(
 def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> StateCost:
     """The cost of the parameters of a class's first block."""
     setting, prices, by_name = pricer.setting, pricer.prices(grid), dict(states)
-    gathered = unreduced = sent = 0
+    gathered = unreduced = shard = 0
     gathers: list[tuple[Ref, float, bool]] = []
     seconds = dict.fromkeys(("sync", "early", "reduce"), 0.0)
     optimizer_s = summed = 0.0
@@ -220,12 +221,13 @@ def state_cost(pricer: Pricer, block: Block, states: States, grid: Grid) -> Stat
                 gradient = parameter_bytes(pricer, ref, whole, prices, grid).gradients
                 if not accumulates(setting, grid, state.level):
                     unreduced += gradient
-                elif state.level == 3:
-                    sent = max(sent, gradient)
+                elif state.level == 3:  # in place of those whose sums are no longer whole
+                    stored = prices.local_numel(ref, state.stored or state.layout)
+                    shard = max(shard, setting.state_bytes(source, stored).gradients)
     return StateCost(
         held=held_bytes(pricer, block, states, grid),
         gathered_bytes=gathered,
-        unreduced_bytes=unreduced + sent,
+        unreduced_bytes=unreduced + shard,
         gathers=tuple(gathers),
         again_shares=again_shares(setting, grid),
         sync_s=seconds["sync"],
