@@ -137,7 +137,8 @@ def test_collectives_are_measured_and_priced(pool2, tmp_path):
     (profile,) = read_database(tmp_path / "p.sqlite")
     assert {key.op for key in profile.links} == set(CollectiveOp)
     for key, record in profile.links.items():
-        assert record.time.median_s >= 0 and record.time.count == 4
+        between = key.op is CollectiveOp.SEND_RECV or not key.nbytes  # else the fastest third
+        assert record.time.median_s >= 0 and record.time.count == (12 if between else 4)
         group = (key.ranks, key.level, key.packed)
         found = profile.link_s(key.op, key.nbytes, *group) if key.nbytes else profile.wait_s(*group)
         assert found == record.time.median_s
