@@ -97,6 +97,7 @@ class Pricer:
         self.thresholds = sorted({float(t) for table in every for t in table.transient})
         self._frontiers: dict[tuple[int, int, float, tuple[int, ...]], Frontier | None] = {}
         self._prices: dict[tuple[int, int], tuple[Price, ...]] = {}
+        self._least_syncs: dict[int, Array] = {}
         self._largest = {
             f: max(k.free_bytes for k in self.kinds if k.in_flight == f)
             for f in {k.in_flight for k in self.kinds}
@@ -149,9 +150,12 @@ class Pricer:
 
     def least_sync(self, kind: int) -> Array:
         """A lower bound on the sync time of each composition on a kind of stage."""
-        device = self.kinds[kind].device
-        syncs = [c.sync[:, None] for c in self.classes[device]]
-        return self._sums(self._least(syncs, device, np.array([np.inf]))[:, :, 0])[:, 0]
+        if kind not in self._least_syncs:
+            device = self.kinds[kind].device
+            syncs = [c.sync[:, None] for c in self.classes[device]]
+            least = self._least(syncs, device, np.array([np.inf]))[:, :, 0]
+            self._least_syncs[kind] = self._sums(least)[:, 0]
+        return self._least_syncs[kind]
 
     def lower_time(self, kind: int) -> Array:
         """A lower bound on the time of each composition; inf where, exactly, none fits."""

@@ -16,7 +16,6 @@ within a bound (`partition_splits`).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from solvers.partition_dp import ChainSearch
 from solvers.partition_even import LONG, longest_stage
 from solvers.partition_frontier import ClassTable
 from solvers.partition_graph import ArcGraph, Partition, Ways, in_order
+from solvers.partition_joint import JointPricer
 from solvers.partition_pricing import Pricer, StageKind
 from solvers.partition_problem import BlockOption, PartitionProblem
 from solvers.partition_splits import SplitPricer
@@ -75,39 +75,53 @@ class _Layout:
         return math.prod(spare + 1 for spare in self.spare)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Offer:
     """The options that a block of a rank has: of each, which of the rank's stages runs it, and its
-    number in the class. The block adds nothing where it only stands for none."""
+    number in the class."""
 
     block_class: int
-    options: tuple[BlockOption, ...]
+    table: ClassTable
     origin: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """What a rank has free, what its cuts cost, and what is offered for each of its sure blocks
-    and then for the spare ones of every run; where its longest stage counts for itself, also on
-    each of its stages, with None where that does not reach the run."""
+    """What a rank has free, what its cuts cost, how many sure blocks its stages have, and what is
+    offered for each of these and then for the spare ones of every run that it reaches; where its
+    longest stage counts for itself, also on each of its stages, with None where that does not reach
+    the run."""
 
     free_bytes: float
     cuts_s: tuple[float, ...]
-    offers: tuple[_Offer, ...]
     sure: tuple[int, ...]
+    offers: tuple[_Offer, ...]
     apart: tuple[tuple[_Offer | None, ...], ...]
 
-    @property
-    def reaches_last(self) -> bool:
-        """Whether spare blocks of the last run may be on the rank."""
-        return bool(self.offers[-1].options)
-
-    def offer(self, number: int, width: int) -> _Offer | None:
-        """An offer by its number in prices of ranks of up to `width` stages."""
+    def offer(self, number: int) -> _Offer | None:
+        """An offer by its number in prices."""
         if number < len(self.offers):
             return self.offers[number]
-        run, place = divmod(number - len(self.offers), width)
+        run, place = divmod(number - len(self.offers), len(self.sure))
         return self.apart[run][place]
+
+    def places(self) -> tuple[Place, ...]:
+        """Its stages, by what is offered on each."""
+        ends = list(itertools.accumulate(self.sure, initial=0))
+        return tuple(
+            Place(
+                sure=tuple(o.table for o in self.offers[ends[place] : ends[place + 1]]),
+                runs=tuple(
+                    None if (own := offers[place]) is None else own.table for offers in self.apart
+                ),
+                cuts_s=cut_s,
+            )
+            for place, cut_s in enumerate(self.cuts_s)
+        )
+
+
+_Laid = tuple[_Rank, tuple[int, ...]]
+"""A rank of a layout, and the runs of it that the rank reaches."""
 
 
 def rank_graphs(problem: PartitionProblem, deadline: float) -> list[ArcGraph]:
@@ -126,8 +140,8 @@ def rank_graphs(problem: PartitionProblem, deadline: float) -> list[ArcGraph]:
     by_chain = arcs > len(problem.blocks) ** 2 or not all(layout.spare for layout in layouts)
     if by_chain and not problem.shares_ranks:
         return []
-    ranks = _Ranks(problem)
-    return [ranks.graph(layout, deadline) for layout in layouts]
+    ranks = _Ranks(problem, layouts, deadline)
+    return [ranks.graph(layout, laid) for layout, laid in zip(layouts, ranks.laid, strict=True)]
 
 
 def _layouts(problem: PartitionProblem) -> Iterator[_Layout]:
@@ -212,52 +226,42 @@ def _laid_out(runs: Sequence[_Run], inside: tuple[int, ...], ends: tuple[int, ..
 
 
 class _Ranks:
-    """The ranks of a problem by how its stages are laid out."""
+    """The ranks of a problem by how its stages are laid out, with what prices each: one for all
+    layouts that have such a rank, whatever the others are."""
 
-    def __init__(self, problem: PartitionProblem) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: PartitionProblem, layouts: Sequence[_Layout], deadline: float
+    ) -> None:
+        self.problem, self.deadline = problem, deadline
         self.stages = problem.rank_stages()
         self.counts_stages = problem.stage_share > 0
         self._offers: dict[object, _Offer] = {}
+        self.laid = [self._ranks(layout) for layout in layouts]
+        self._dealt = max(sum(layout.spare) for layout in layouts)
+        self._most: dict[_Rank, tuple[int, ...]] = {}
+        for layout, laid in zip(layouts, self.laid, strict=True):
+            for rank, reached in laid:
+                own = tuple(layout.spare[run] for run in reached)
+                self._most[rank] = tuple(map(max, own, self._most.get(rank, own)))
+        self._pricers: dict[_Rank, Pricer] = {}
 
-    def graph(self, layout: _Layout, deadline: float) -> ArcGraph:
+    def graph(self, layout: _Layout, laid: Sequence[_Laid]) -> ArcGraph:
         """The ranks as arcs between numbers of spare blocks that have been dealt out."""
-        problem = self.problem
-        ranks = self._ranks(layout)
-        kinds = {rank: kind for kind, rank in enumerate(dict.fromkeys(ranks))}
-        kind_of_rank = [kinds[rank] for rank in ranks]
-        dealt = np.array(list(itertools.product(*(range(s + 1) for s in layout.spare))), dtype=int)
-        dealt = dealt.reshape(layout.states, len(layout.spare))
-        sure = len(next(iter(kinds)).offers) - len(layout.spare)
-        # with one rank all time is the longest rank's, unless its longest stage counts for more
-        alone = len(ranks) == 1 and not self.counts_stages
-        make: Callable[..., Pricer] = Pricer
-        if self.counts_stages:
-            counting = Counting.of(problem)
-            places = {kind: _places_of(rank, kind) for rank, kind in kinds.items()}
-            sync_share = 1.0 / (1.0 + problem.bottleneck_weight)
-            make = partial(SplitPricer, places=places, counting=counting, sync_share=sync_share)
-        pricer = make(
-            kinds=[
-                StageKind(in_flight=0, free_bytes=rank.free_bytes, scale=1.0, device=kind)
-                for rank, kind in kinds.items()
-            ],
+        problem, last = self.problem, layout.states - 1
+        kinds = {own: kind for kind, own in enumerate(dict.fromkeys(laid))}
+        kind_of_rank = [kinds[own] for own in laid]
+        dealt = _numbers(layout.spare)
+        pricer = JointPricer(
+            pricers=[self._pricer(rank) for rank, _ in kinds],
+            rows=[_rows(dealt, reached, self._most[rank]) for rank, reached in kinds],
             kind_of_stage=kind_of_rank,
-            classes={
-                kind: [_table(offer.options, kind) for offer in rank.offers]
-                for rank, kind in kinds.items()
-            },
-            compositions=np.pad(dealt, ((0, 0), (sure, 0)), constant_values=1),
-            weight=1.0 + (problem.bottleneck_weight if alone else 0.0),
-            deadline=deadline,
         )
-        last = layout.states - 1
         search = ChainSearch(
             kind_of_stage=kind_of_rank,
             weight=problem.bottleneck_weight,
-            deadline=deadline,
-            first=[0] * len(ranks) + [last],
-            last=[0] + [last] * len(ranks),
+            deadline=self.deadline,
+            first=[0] * len(laid) + [last],
+            last=[0] + [last] * len(laid),
         )
         table = PriceTable(
             pricer,
@@ -267,10 +271,10 @@ class _Ranks:
         )
 
         def partition(positions: tuple[int, ...], ways: Ways) -> Partition:
-            return self._partition(ranks, ways)
+            return self._partition([rank for rank, _ in laid], ways)
 
         long = len(layout.spare) == 1 and last >= LONG
-        reached = list(itertools.accumulate((rank.reaches_last for rank in ranks), initial=0))
+        reached = list(itertools.accumulate((bool(runs) for _, runs in laid), initial=0))
         return ArcGraph(
             table=table,
             search=search,
@@ -279,38 +283,68 @@ class _Ranks:
             longest=partial(longest_stage, problem),
         )
 
-    def _ranks(self, layout: _Layout) -> list[_Rank]:
-        """All ranks, those with fewer sure blocks than others with some that stand for none."""
+    def _pricer(self, rank: _Rank) -> Pricer:
+        if rank not in self._pricers:
+            self._pricers[rank] = self._made(rank)
+        return self._pricers[rank]
+
+    def _made(self, rank: _Rank) -> Pricer:
+        problem, several = self.problem, len(self.stages)
+        # with one rank all time is the longest rank's, unless its longest stage counts for more
+        alone = several == 1 and not self.counts_stages
+        make: Callable[..., Pricer] = Pricer
+        if self.counts_stages:
+            make = partial(
+                SplitPricer,
+                places={0: rank.places()},
+                counting=Counting.of(problem),
+                sync_share=1.0 / (1.0 + problem.bottleneck_weight),
+                mean=self._dealt / several,
+            )
+        spare = _numbers(self._most[rank])
+        return make(
+            kinds=[StageKind(in_flight=0, free_bytes=rank.free_bytes, scale=1.0)],
+            kind_of_stage=[0] * several,
+            classes={0: [offer.table for offer in rank.offers]},
+            compositions=np.pad(spare, ((0, 0), (sum(rank.sure), 0)), constant_values=1),
+            weight=1.0 + (problem.bottleneck_weight if alone else 0.0),
+            deadline=self.deadline,
+        )
+
+    def _ranks(self, layout: _Layout) -> list[_Laid]:
         problem = self.problem
         hops = [s * c for s, c in zip(problem.hop_scale, layout.cut_s, strict=True)]
-        most = max(sum(len(layout.sure[k]) for k in stages) for stages in self.stages)
         ranks = []
         for stages in self.stages:
             offers = [self._offer(kind, stages, [k]) for k in stages for kind in layout.sure[k]]
-            floor = max(min(o.transient_bytes for o in offer.options) for offer in offers)
-            offers += [_nothing(floor)] * (most - len(offers))
-            for run, kind in enumerate(layout.run_class):
-                offers.append(
-                    self._offer(kind, stages, [k for k in stages if run in layout.free[k]])
-                )
+            runs = {
+                run: [k for k in stages if run in layout.free[k]]
+                for run in range(len(layout.spare))
+            }
+            reached = {run: own for run, own in runs.items() if own}
+            apart = reached if self.counts_stages else {}
             capacity = problem.capacity_bytes[stages[0]]
             fixed = math.fsum(problem.stage_fixed_bytes[k] for k in stages)
-            ranks.append(
-                _Rank(
-                    free_bytes=capacity + CAPACITY_TOLERANCE * abs(capacity) - fixed,
-                    cuts_s=tuple(math.fsum(hops[max(k - 1, 0) : k + 1]) for k in stages),
-                    offers=tuple(offers),
-                    sure=tuple(len(layout.sure[k]) for k in stages),
-                    apart=tuple(
-                        tuple(
-                            self._offer(kind, stages, [k]) if run in layout.free[k] else None
-                            for k in stages
-                            if self.counts_stages
-                        )
-                        for run, kind in enumerate(layout.run_class)
+            rank = _Rank(
+                free_bytes=capacity + CAPACITY_TOLERANCE * abs(capacity) - fixed,
+                cuts_s=tuple(math.fsum(hops[max(k - 1, 0) : k + 1]) for k in stages),
+                sure=tuple(len(layout.sure[k]) for k in stages),
+                offers=(
+                    *offers,
+                    *(
+                        self._offer(layout.run_class[run], stages, own)
+                        for run, own in reached.items()
                     ),
-                )
+                ),
+                apart=tuple(
+                    tuple(
+                        self._offer(layout.run_class[run], stages, [k]) if k in own else None
+                        for k in stages
+                    )
+                    for run, own in apart.items()
+                ),
             )
+            ranks.append((rank, tuple(reached)))
         return ranks
 
     def _offer(self, kind: int, on_rank: Sequence[int], stages: Sequence[int]) -> _Offer:
@@ -341,70 +375,60 @@ class _Ranks:
             kept = _unbeaten(options)
             self._offers[key] = _Offer(
                 block_class=kind,
-                options=tuple(options[i] for i in kept),
+                table=ClassTable(tuple(options[i] for i in kept)),
                 origin=tuple(origin[i] for i in kept),
             )
         return self._offers[key]
 
     def _partition(self, ranks: Sequence[_Rank], ways: Ways) -> Partition:
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.problem.num_stages)]
-        width = max(map(len, self.stages))
         for stages, rank, way in zip(self.stages, ranks, ways, strict=True):
-            for place, option in way:
-                offer = rank.offer(place, width)
-                if offer is not None and offer.origin:
+            for number, option in way:
+                offer = rank.offer(number)
+                if offer is not None:
                     stage, own = offer.origin[option]
                     held[stages[stage]].append((offer.block_class, own))
         cuts = tuple(itertools.accumulate(len(stage) for stage in held[:-1]))
         return cuts, in_order(self.problem, cuts, held)
 
 
-def _arcs(dealt: NDArray[np.intp], ranks: Sequence[_Rank]) -> list[Arcs]:
+def _numbers(most: Sequence[int]) -> NDArray[np.intp]:
+    """All rows of numbers up to the most of each, the last counting fastest."""
+    rows = np.array(list(itertools.product(*(range(n + 1) for n in most))), dtype=np.intp)
+    return rows.reshape(math.prod(n + 1 for n in most), len(most))
+
+
+def _strides(most: Sequence[int]) -> NDArray[np.intp]:
+    """What one more of each adds to the place of a row of `_numbers`."""
+    return np.cumprod([1, *(n + 1 for n in most[:0:-1])], dtype=np.intp)[::-1][: len(most)]
+
+
+def _rows(
+    dealt: NDArray[np.intp], reached: tuple[int, ...], most: tuple[int, ...]
+) -> NDArray[np.intp]:
+    """The places among `_numbers` of the runs that a rank reaches; -1 where it has others."""
+    own = dealt[:, list(reached)]
+    there = own.sum(axis=1) == dealt.sum(axis=1)
+    return np.where(there, own @ _strides(most), -1)
+
+
+def _arcs(dealt: NDArray[np.intp], kinds: Sequence[_Laid]) -> list[Arcs]:
     """Per kind of rank, the arcs between the numbers of spare blocks that are dealt out."""
     states, runs = dealt.shape
-    cuts_s = [math.fsum(rank.cuts_s) for rank in ranks]
+    cuts_s = [math.fsum(rank.cuts_s) for rank, _ in kinds]
     if runs == 1:
         number = np.arange(states)
         return [
-            DealtArcs(allowed=(number == 0) | rank.reaches_last, once_s=cut_s)
-            for rank, cut_s in zip(ranks, cuts_s, strict=True)
+            DealtArcs(allowed=(number == 0) | bool(reached), once_s=cut_s)
+            for (_, reached), cut_s in zip(kinds, cuts_s, strict=True)
         ]
     more = dealt[None, :] - dealt[:, None]
     allowed = np.asarray((more >= 0).all(axis=2))
-    strides = np.cumprod([1, *(dealt[-1, :0:-1] + 1)])[::-1]
-    run = np.where(allowed, more @ strides[:runs], 0)
+    run = np.where(allowed, more @ _strides(dealt[-1].tolist()), 0)
     return [
         ChainArcs.of(run, allowed, np.broadcast_to(np.float64(cut_s), run.shape))
         for cut_s in cuts_s
     ]
-
-
-def _places_of(rank: _Rank, kind: int) -> tuple[Place, ...]:
-    """The stages of a rank, by what is offered on each."""
-    tables = [_table(offer.options, kind) for offer in rank.offers]
-    ends = list(itertools.accumulate(rank.sure, initial=0))
-    return tuple(
-        Place(
-            sure=tuple(tables[ends[place] : ends[place + 1]]),
-            runs=tuple(
-                None if (own := offers[place]) is None else _table(own.options, kind)
-                for offers in rank.apart
-            ),
-            cuts_s=cut_s,
-        )
-        for place, cut_s in enumerate(rank.cuts_s)
-    )
-
-
-def _nothing(transient_bytes: float) -> _Offer:
-    none = BlockOption(
-        time_s=0.0, static_bytes=0.0, saved_bytes=0.0, transient_bytes=transient_bytes
-    )
-    return _Offer(block_class=0, options=(none,), origin=())
-
-
-def _table(options: tuple[BlockOption, ...], kind: int) -> ClassTable:
-    return ClassTable(tuple(dataclasses.replace(option, device=kind) for option in options))
 
 
 def _unbeaten(options: Sequence[BlockOption]) -> list[int]:

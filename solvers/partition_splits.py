@@ -41,7 +41,8 @@ _ROUNDING = 1e-9
 
 
 class SplitPricer(Pricer):
-    """Prices of ranks by the number of spare blocks of every run, with what they count for.
+    """Prices of ranks by the number of spare blocks of every run, with what they count for. Ranks
+    have `mean` spare blocks in the mean.
 
     The options of prices are (offer, option): offers are the sure blocks, then the runs, anywhere
     on the rank, then the runs on each of its stages.
@@ -59,6 +60,7 @@ class SplitPricer(Pricer):
         places: Mapping[int, Sequence[Place]],
         counting: Counting,
         sync_share: float,
+        mean: float,
     ) -> None:
         super().__init__(
             kinds=kinds,
@@ -73,7 +75,7 @@ class SplitPricer(Pricer):
         self.num_runs = len(next(iter(places.values()))[0].runs)
         self.num_sure = compositions.shape[1] - self.num_runs
         self.reached = {kind: self._reached(own) for kind, own in places.items()}
-        self.near = self._near_mean()
+        self.near = self._near(mean)
         self.splits, splits = self._all_splits()
         self.even = Pricer(
             kinds=kinds,
@@ -104,12 +106,11 @@ class SplitPricer(Pricer):
             table = places[place].runs[run] if place < len(places) else None
             yield table or ClassTable(())
 
-    def _near_mean(self) -> NDArray[np.bool_]:
+    def _near(self, mean: float) -> NDArray[np.bool_]:
         """The compositions of which splits are gone through."""
         number = self.compositions[:, self.num_sure :].sum(axis=1)
-        mean = number.max() / len(self.kind_of_stage)
         near = (number >= _NEAR[0] * mean) & (number <= _NEAR[1] * mean + 1)
-        return np.asarray(near | (number.max() < _MANY))
+        return np.asarray(near | (mean * len(self.kind_of_stage) < _MANY))
 
     def _all_splits(self) -> tuple[list[NDArray[np.intp]], NDArray[np.intp]]:
         """Per composition the splits that are gone through, and all of these."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from solvers.partition_arcs import Arcs, ChainArcs
 from solvers.partition_dp import ArcCosts, ChainSearch, Path
+from solvers.partition_joint import JointPricer
 from solvers.partition_pricing import Price, Pricer, StageKind
 from solvers.partition_problem import PartitionProblem
 
@@ -33,7 +34,7 @@ class PriceTable:
 
     def __init__(
         self,
-        pricer: Pricer,
+        pricer: Pricer | JointPricer,
         search: ChainSearch,
         *,
         places: list[Arcs],
@@ -49,7 +50,7 @@ class PriceTable:
         ]
         self.counts = [counts for _, counts in bounds if counts is not None]
         self.real = [np.zeros(t.shape, dtype=bool) for t in self.time]
-        self.priced = [np.zeros(len(pricer.compositions), dtype=bool) for _ in kinds]
+        self.priced = [np.zeros(t.shape[-1], dtype=bool) for t in self.time]
         self.places = places
         self.boundary_in_max = boundary_in_max
 

@@ -10,8 +10,10 @@ at the least, a sum over blocks at times weighed by their stage, bounded as any 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,9 +144,5 @@ class Weighing:
         """The stage that an offer of the even splits is on."""
         if offer >= self._sure:
             return (offer - self._sure) % self._width
-        seen = 0
-        for index, place in enumerate(self._places[device]):
-            seen += len(place.sure)
-            if offer < seen:
-                return index
-        return 0  # a block that stands for none, and takes no time
+        ends = accumulate(len(place.sure) for place in self._places[device])
+        return bisect_right(list(ends), offer)

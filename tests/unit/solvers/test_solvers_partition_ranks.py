@@ -8,7 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from solvers import partition_dealing, partition_pricing, partition_splits, partition_trials
+from solvers import (
+    partition_dealing,
+    partition_pricing,
+    partition_ranks,
+    partition_splits,
+    partition_trials,
+)
 from solvers.brute_force import best_partition
 from solvers.partition import BlockOption, PartitionProblem, solve_partition
 from solvers.partition_ranks import rank_graphs
@@ -164,6 +170,39 @@ def test_chains_that_change_too_often_are_left_to_others(monkeypatch):
         chain(24, 4, PLAIN), blocks=(0, 1) * 12, classes=((PLAIN,), (PLAIN,))
     )
     assert not rank_graphs(zigzag, math.inf)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_ranks_alike_are_priced_once_for_all_layouts(monkeypatch, share):
+    """The third of the blocks is of a class of its own: cuts are before or behind it."""
+    made = []
+    for name in ("Pricer", "SplitPricer"):
+        pricer = getattr(partition_ranks, name)
+        monkeypatch.setattr(
+            partition_ranks,
+            name,
+            lambda pricer=pricer, **given: made.append(given) or pricer(**given),
+        )
+    problem = dataclasses.replace(
+        chain(16, 4, PLAIN, stage_rank=(0, 1, 2, 3) * 2, stage_share=share),
+        blocks=(0, 0, 1, *(0,) * 13),
+        classes=((PLAIN,), (dataclasses.replace(PLAIN, time_s=2.0),)),
+    )
+    graphs = rank_graphs(problem, math.inf)
+    assert len(graphs) > 2
+    assert len(made) <= sum(len(graph.table.pricer.kinds) for graph in graphs) / 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_ranks_alike_of_different_runs_are_told_apart(share):
+    """Cuts in the middle of the chain cost more, so that there are two runs of it; over every hop
+    they cost nothing, so that its ranks are alike."""
+    problem = dataclasses.replace(
+        chain(9, 2, PLAIN, stage_rank=(0, 0, 1, 1), stage_share=share),
+        boundary_s=(1.0,) * 3 + (2.0,) + (1.0,) * 4,
+        hop_scale=(0.0,) * 3,
+    )
+    assert_exact(problem)
 
 
 def with_share(problem: PartitionProblem, seed: int) -> PartitionProblem:
