@@ -115,8 +115,10 @@ def _taken(problem: PartitionProblem, kind: int, rank: _Rank, numbers: NDArray[n
     share, width = problem.stage_share, len(rank.stages)
     own = [_offered(problem, kind, stage) for stage in rank.stages]
     prices = np.array(_prices(own))
-    dear = _dear(own, prices, share)
-    weights = _weights(own, prices, dear, share)
+    times_s, held = _stacked(own)
+    priced_s = prices[:, None] * held[:, None, :]
+    dear = _dear(times_s, priced_s, share)
+    weights = _weights(times_s, priced_s, dear, share)
     fixed_s = np.zeros(len(prices))
     transient = min(o.transient_bytes for o in problem.classes[kind])
     for stage, weight in zip(rank.stages, weights, strict=True):
@@ -152,25 +154,33 @@ def _prices(own: list[tuple[Array, Array]]) -> list[float]:
     return ordered[:: -(-len(ordered) // _PRICES)]
 
 
-def _weights(
-    own: list[tuple[Array, Array]], prices: Array, dear: Array, share: float
-) -> list[Array]:
+def _stacked(own: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """The same of all stages [stage, option], with options that take for ever where some have
+    fewer."""
+    time_s = np.full((len(own), max(len(each) for each, _ in own)), np.inf)
+    used = np.zeros(time_s.shape)
+    for stage, (times, held) in enumerate(own):
+        time_s[stage, : len(times)], used[stage, : len(times)] = times, held
+    return time_s, used
+
+
+def _weights(time_s: Array, priced_s: Array, dear: Array, share: float) -> Array:
     """By stage and price, the least weight under which a block is as dear as given."""
-    found = []
-    for time_s, used in own:
-        needed = (dear[:, None] - prices[:, None] * used) / time_s
-        found.append(np.maximum(needed.max(axis=1), 1 - share))
-    return found
+    needed = (dear[:, None] - priced_s) / time_s[:, None, :]
+    return np.maximum(needed.max(axis=2), 1 - share)
 
 
-def _dear(own: list[tuple[Array, Array]], prices: Array, share: float) -> Array:
+def _dear(time_s: Array, priced_s: Array, share: float) -> Array:
     """By price, the most that a block may cost on every stage for weights that sum to as many as
-    there are stages."""
-    cheapest = [(time_s + prices[:, None] * used).min(axis=1) for time_s, used in own]
-    low = (1 - share) * np.min(cheapest, axis=0)
-    high = len(own) * np.max(cheapest, axis=0)
+    there are stages; `priced_s` [stage, price, option] is for what options hold."""
+    stages = len(time_s)
+    cheapest = (time_s[:, None, :] + priced_s).min(axis=2)
+    if stages == 1 or not share:  # all weights are one
+        return np.asarray(cheapest.min(axis=0))
+    low = (1 - share) * cheapest.min(axis=0)
+    high = stages * cheapest.max(axis=0)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        fits = np.sum(_weights(own, prices, middle, share), axis=0) <= len(own)
+        fits = _weights(time_s, priced_s, middle, share).sum(axis=0) <= stages
         low, high = np.where(fits, middle, low), np.where(fits, high, middle)
     return low
