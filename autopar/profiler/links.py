@@ -150,12 +150,17 @@ def _timing(key: LinkKey, run: Run, device: torch.device, limit_s: float) -> Tim
 
 def _seconds(run: Run, device: torch.device, limit_s: float = inf) -> list[float]:
     """Seconds of a run on the slowest rank: those samples that count."""
-    for _ in range(2):
-        first_s = _slowest(run, 1, device)
-    loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_S / max(first_s, 1e-7))))
+    first_s, loops = _warmed(run, device, _ENOUGH_S)
     samples = _SAMPLES if first_s < limit_s else 1
     seconds = [_slowest(run, loops, device) for _ in range(samples)]
     return sorted(seconds)[: ceil(samples / _DISTURBED)] if device.type == "cpu" else seconds
+
+
+def _warmed(run: Run, device: torch.device, enough_s: float) -> tuple[float, int]:
+    """Seconds of a run once it has run before, and how many of them make up a sample."""
+    for _ in range(2):
+        first_s = _slowest(run, 1, device)
+    return first_s, max(1, min(_MOST_LOOPS, ceil(enough_s / max(first_s, 1e-7))))
 
 
 def _between_s(run: Run, device: torch.device) -> list[float]:
@@ -174,9 +179,7 @@ def _between_s(run: Run, device: torch.device) -> list[float]:
         compute()
         run()
 
-    for _ in range(2):
-        first_s = _slowest(both, 1, device)
-    loops = max(1, min(_MOST_LOOPS, ceil(_ENOUGH_BETWEEN_S / first_s)))
+    _, loops = _warmed(both, device, _ENOUGH_BETWEEN_S)
     pairs = [
         (_slowest(compute, loops, device), _slowest(both, loops, device)) for _ in range(_SAMPLES)
     ]
