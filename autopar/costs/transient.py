@@ -7,8 +7,10 @@ held anyway, and are other terms of the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import add
 
 from autopar.costs.local_op import op_name
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
@@ -85,64 +87,126 @@ class RunBlock:
         return sum(map(self.nbytes, keys))
 
 
-def block_peaks(
-    block: RunBlock, kept: Set[Key] | None = None, again: Collection[str] = ()
-) -> BlockPeaks:
-    """The peaks of a block that keeps `kept` (default: what its backward reads) from its forward to
-    its backward, which runs the steps `again` once more before it begins."""
-    saved = block.saved
-    kept = saved if kept is None else kept
-    rerun = 0
-    if again:
-        rerun = _forward(block, saved | kept, ()) + block.sizes(block.output_gradients)
-    ways = zip(*(_backward(block, kept, way) for way in ("held", "first", "split")), strict=True)
-    forward = _forward(block, kept, again)
-    within, ending = (
-        BlockPeaks(
-            forward_bytes=forward,
-            backward_bytes=max(held, rerun),
-            first_backward_bytes=max(first, rerun),
-            split_bytes=max(split, rerun),
+class BlockWalk:
+    """The walks over a block, for whatever it keeps from its forward to its backward.
+
+    A backward does the same whatever was kept beside what it reads, and a forward differs in how
+    long storages stay: both are walked once.
+    """
+
+    def __init__(self, block: RunBlock) -> None:
+        self._given = block
+        self._number, self._block = _numbered(block)
+        block, self._saved = self._block, self._block.saved
+        self._start_bytes = float(block.sizes(self._saved) + block.sizes(block.output_gradients))
+        self._start_bytes += sum(step.kept_bytes for step in block.steps)
+        self._backward = [
+            _backward(block, self._start_bytes, way) for way in ("held", "first", "split")
+        ]
+        self._last_use: dict[Key, int] = {}
+        for index, step in enumerate(block.steps):
+            self._last_use.update(dict.fromkeys((*step.reads, *step.makes), index))
+        self._made = frozenset(key for step in block.steps for key in step.makes) - block.inputs
+        self._moments = self._forward_moments()
+
+    def peaks(self, kept: Set[Key] | None = None, again: Collection[str] = ()) -> BlockPeaks:
+        """The peaks where the block keeps `kept` (default: what its backward reads) and runs the
+        steps `again` once more before its backward begins."""
+        kept = self._given.saved if kept is None else kept
+        own = {self._number[key] for key in kept if key in self._number}
+        more = self._given.sizes([key for key in kept if key not in self._number])
+        rerun = 0
+        if again:
+            rerun = self._forward(self._saved | own, more, ())
+            rerun += self._block.sizes(self._block.output_gradients)
+        start = self._start_bytes + self._block.sizes(own - self._saved) + more
+        # What is kept only to run steps again is gone by then, but counted at the start.
+        ways = zip(*([max(start, each) for each in way] for way in self._backward), strict=True)
+        forward = self._forward(own, more, again)
+        within, ending = (
+            BlockPeaks(
+                forward_bytes=forward,
+                backward_bytes=max(round(held), rerun),
+                first_backward_bytes=max(round(first), rerun),
+                split_bytes=max(round(split), rerun),
+            )
+            for held, first, split in ways
         )
-        for held, first, split in ways
+        return replace(within, ending=ending)
+
+    def _forward_moments(self) -> list[float]:
+        """What every step of a forward holds beside inputs where nothing is kept but `kept_bytes`
+        of the steps."""
+        block = self._block
+        first: dict[Key, int] = {}
+        for index, step in enumerate(block.steps):
+            for key in step.makes:
+                first.setdefault(key, index)
+        grown, freed = [0.0] * len(block.steps), [0.0] * len(block.steps)
+        for key in self._made:
+            grown[first[key]] += block.nbytes(key)
+            if key not in block.outputs:
+                freed[self._last_use[key]] += block.nbytes(key)
+        moments, held = [], 0.0
+        for step, more, less in zip(block.steps, grown, freed, strict=True):
+            held += more + step.kept_bytes
+            moments.append(held + step.works_bytes[0])
+            held -= less
+        return moments
+
+    def _forward(self, kept: Set[Key], more_bytes: int, again: Collection[str]) -> int:
+        """The peak of a forward that keeps storages to its end, and `more_bytes` that were there
+        before, but nothing beside them of steps that run `again`."""
+        block = self._block
+        given = block.sizes(block.inputs | (kept - self._made)) + more_bytes
+        later = [0.0] * (len(block.steps) + 1)
+        for key in kept & self._made - block.outputs:
+            later[self._last_use[key] + 1] += block.nbytes(key)
+        for index, step in enumerate(block.steps):
+            if step.kept_bytes and step.name in again:
+                later[index + 1] -= step.kept_bytes
+        stays = accumulate(later[:-1])
+        return round(given + max(map(add, self._moments, stays), default=0.0))
+
+
+def _numbered(block: RunBlock) -> tuple[dict[Key, int], RunBlock]:
+    """The number of each key of a block, and the same block with numbers for keys: those of
+    storages are dear to look up."""
+    number: dict[Key, int] = {}
+
+    def numbers(keys: Iterable[Key]) -> tuple[int, ...]:
+        return tuple(number.setdefault(key, len(number)) for key in keys)
+
+    steps = tuple(
+        replace(
+            step,
+            reads=numbers(step.reads),
+            makes=numbers(step.makes),
+            keeps=numbers(step.keeps),
+            takes=numbers(step.takes),
+            gives=numbers(step.gives),
+        )
+        for step in block.steps
     )
-    return replace(within, ending=ending)
+    inputs, outputs, gradients, parameters = (
+        frozenset(numbers(keys))
+        for keys in (block.inputs, block.outputs, block.output_gradients, block.parameters)
+    )
+    return number, RunBlock(
+        steps=steps,
+        nbytes=list(map(block.nbytes, number)).__getitem__,  # type: ignore[arg-type]
+        inputs=inputs,
+        outputs=outputs,
+        output_gradients=gradients,
+        parameters=parameters,
+    )
 
 
-def _forward(block: RunBlock, kept: Set[Key], again: Collection[str]) -> int:
-    steps = block.steps
-    last_use: dict[Key, int] = {}
-    for index, step in enumerate(steps):
-        last_use.update(dict.fromkeys((*step.reads, *step.makes), index))
-    stays = block.inputs | block.outputs | kept
-    live = {key: block.nbytes(key) for key in block.inputs | (kept - _made(steps))}
-    held = float(sum(live.values()))
-    peak = held
-    for index, step in enumerate(steps):
-        for key in step.makes:
-            if key not in live:
-                live[key] = block.nbytes(key)
-                held += live[key]
-        peak = max(peak, held + step.kept_bytes + step.works_bytes[0])
-        held += 0.0 if step.name in again else step.kept_bytes
-        for key in {*step.reads, *step.makes}:
-            if key in live and key not in stays and last_use[key] <= index:
-                held -= live.pop(key)
-    return round(peak)
-
-
-def _made(steps: Sequence[RunStep]) -> frozenset[Key]:
-    return frozenset(key for step in steps for key in step.makes)
-
-
-def _backward(block: RunBlock, kept: Set[Key], way: str) -> tuple[int, int]:
-    """The walk back from all that is saved, and the same where the gradients of outputs stay. What
-    is `kept` only to run steps again is gone by then, but counted at the start."""
-    saved = block.saved
-    held = float(block.sizes(saved) + sum(step.kept_bytes for step in block.steps))
+def _backward(block: RunBlock, start_bytes: float, way: str) -> tuple[float, float]:
+    """The peak of the walk back from all that is saved, and the same where the gradients of outputs
+    stay."""
+    held = peak = ending = start_bytes
     live = {key: block.nbytes(key) for key in block.output_gradients}
-    held += sum(live.values())
-    peak = ending = held + block.sizes(kept - saved)
     stays, freed_by = set[Key](), _freed_by(block.steps)
     done: set[Key] = set()
     for index in reversed(range(len(block.steps))):
@@ -165,7 +229,7 @@ def _backward(block: RunBlock, kept: Set[Key], way: str) -> tuple[int, int]:
                 done.add(key)
         if not late:
             held -= block.sizes(freed_by.get(index, ())) + step.kept_bytes
-    return round(peak), round(ending)
+    return peak, ending
 
 
 def _freed_by(steps: Sequence[RunStep]) -> dict[int, list[Key]]:

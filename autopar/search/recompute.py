@@ -16,7 +16,7 @@ from math import gcd, inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.costs.saved import SavedSet
-from autopar.costs.transient import BlockPeaks, RunBlock, block_peaks
+from autopar.costs.transient import BlockPeaks, BlockWalk, RunBlock
 from autopar.ir.graph import Ref
 from autopar.plan.plan import Recompute
 from autopar.search.copies import BlockStorages, Step, Storage
@@ -84,7 +84,7 @@ class RecomputeProblem:
         seconds: Mapping[str, StepSeconds],
         running: RunBlock | None = None,
     ) -> None:
-        self._running = running
+        self._walk = None if running is None else BlockWalk(running)
         self._storages, self._held = storages, storages.held(held)
         self._needed = storages.kept(saved, held)
         self._groups = _groups(storages.steps)
@@ -125,9 +125,9 @@ class RecomputeProblem:
         return lines
 
     def _with_peaks(self, way: Again) -> Again:
-        if self._running is None:
+        if self._walk is None:
             return way
-        return replace(way, peaks=block_peaks(self._running, way.kept, way.steps))
+        return replace(way, peaks=self._walk.peaks(way.kept, set(way.steps)))
 
     def solve(self, byte_price_s: float) -> Again:
         """The steps to run again for the least time plus `byte_price_s` for every byte kept."""

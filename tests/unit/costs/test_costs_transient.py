@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autopar.costs.saved import saved_refs
 from autopar.costs.strides import is_view, trace_storage
-from autopar.costs.transient import RunBlock, RunStep, block_peaks, workspaces
+from autopar.costs.transient import BlockWalk, RunBlock, RunStep, workspaces
 from autopar.ir.graph import DTYPE_BYTES, OpNode, Ref, TensorSpec
 from autopar.ir.size import Size
 
@@ -77,7 +77,7 @@ def walk(nodes, sources, outputs=(), parameters=(), grads=None, *, numel=None, a
         output_gradients=frozenset(roots.get(r, r) for r in outputs if r in differentiable),
         parameters=frozenset(parameters),
     )
-    return block_peaks(block, kept, again)
+    return BlockWalk(block).peaks(kept, again)
 
 
 X, A, B, C, D = map(Ref, "xabcd")
@@ -141,6 +141,24 @@ def test_what_runs_again_is_not_kept_by_the_forward():
     assert found.forward_bytes == 2 * ONE
     # all four again, and the gradient that waits; then one gradient more
     assert found.backward_bytes == 6 * ONE
+
+
+def test_one_walk_tells_the_peaks_for_whatever_is_kept():
+    """x (400) is given, three steps make a, b and c of 100, 200 and 400; the backward reads b."""
+    sizes = {"x": 400, "a": 100, "b": 200, "c": 400, "outside": 50}
+    steps = (
+        RunStep(name="a", reads=("x",), makes=("a",)),
+        RunStep(name="b", reads=("a",), makes=("b",), keeps=("b",), kept_bytes=7),
+        RunStep(name="c", reads=("b",), makes=("c",)),
+    )
+    given, out = frozenset("x"), frozenset("c")
+    walk = BlockWalk(RunBlock(steps=steps, nbytes=sizes.__getitem__, inputs=given, outputs=out))
+    alone = walk.peaks(set())
+    assert (alone.forward_bytes, alone.backward_bytes) == (400 + 200 + 400 + 7, 200 + 7)
+    kept = walk.peaks({"a", "outside"}, ("b",))
+    assert kept.forward_bytes == 400 + 100 + 200 + 400 + 50
+    assert kept.backward_bytes == 400 + 100 + 200 + 400 + 50 + 7  # b is made once more
+    assert walk.peaks(set()) == alone
 
 
 def test_views_take_no_room():
