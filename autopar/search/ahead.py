@@ -30,8 +30,9 @@ class Question(NamedTuple):
 
     @property
     def kin(self) -> object:
-        """Questions of equal kin share what ops may do."""
-        return self.grid.block_mesh
+        """Questions of equal kin share what ops may do, and what that takes them: how values pass
+        between blocks does not count."""
+        return tuple((axis.name, axis.size) for axis in self.grid.block_mesh)
 
     @property
     def family(self) -> object:

@@ -23,7 +23,7 @@ from typing import IO
 from autopar.rules import is_extended
 from autopar.search.ahead import Answer, Question, Then, Unanswered
 from autopar.search.setting import Setting
-from autopar.threads import ONE_THREAD
+from autopar.threads import ONE_THREAD, taking_turns
 
 _BOOT = (
     "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -312,8 +312,12 @@ class Team:
 
     def _own(self, who: _Who, asked: dict[Key, _Place], most: int) -> list[Key]:
         """The first few questions of one family that nobody else has."""
-        mine = (place[0] for place in asked.values() if self._owner_of(place) in (who, None))
-        return _of_family(next(mine, None), asked, most)
+        others = set[_Place]()
+        for place in asked.values():
+            if place not in others and self._owner_of(place) in (who, None):
+                return _of_family(place[0], asked, most)
+            others.add(place)
+        return []
 
     def _others(self, most: int) -> list[Key]:
         """The same of what is expected last, whoever has it, where there is much left to do."""
@@ -350,14 +354,14 @@ def working(processes: int, devices: int = 0) -> Iterator[Team | None]:
     if processes < 2:
         yield None
         return
-    with closing(Team(processes - 1)) as team:
+    with taking_turns(), closing(Team(processes - 1)) as team:
         if devices >= _LARGE:
             team.start()
         yield team
 
 
-def _of_family(family: int | None, asked: dict[Key, _Place], most: int) -> list[Key]:
-    """The first few questions of a family, if any."""
+def _of_family(family: int, asked: dict[Key, _Place], most: int) -> list[Key]:
+    """The first few questions of a family."""
     return list(islice((key for key, place in asked.items() if place[0] == family), most))
 
 

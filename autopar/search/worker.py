@@ -14,12 +14,14 @@ from autopar.collecting import seldom_collecting
 from autopar.search.ahead import Question
 from autopar.search.planner import Planner
 from autopar.search.setting import Setting
+from autopar.threads import taking_turns
 
 _Messages = queue.SimpleQueue[tuple[int, bytes | None, list[Question]]]
 """The number of a setting, a copy of it where it is new, and questions of its search."""
 
 
 @seldom_collecting()
+@taking_turns()
 def main() -> None:
     """Serve the process at the other end of standard input and output, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which that process is given too, and handles

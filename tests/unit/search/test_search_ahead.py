@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from autopar.ir.mesh import stage_mesh
 from autopar.search import ahead
-from autopar.search.ahead import Ahead
+from autopar.search.ahead import Ahead, Question
+from autopar.search.grid import Grid
 
 TELLING_S = 0.01
 
@@ -51,3 +53,19 @@ def test_helpers_with_enough_to_do_are_told_nothing(clock):
     Ahead(lambda question: None, helpers).look(lambda: pytest.fail("looked for nothing"), False)
     Ahead(lambda question: None).look(lambda: pytest.fail("looked for nobody"), True)
     assert not helpers.told_s
+
+
+def asked(micro_batch=1, **mesh):
+    grid = Grid(
+        pipeline=1, mesh=stage_mesh(**mesh), micro_batch=micro_batch, micro_batches=1, schedule=""
+    )
+    return Question("computed", grid)
+
+
+def test_who_knows_what_ops_take_on_a_mesh_is_asked_however_values_pass_between_blocks():
+    question = asked(data=2, tensor=2)
+    assert question.family == asked(data=2, tensor=2, sequence=True).family
+    assert question.family == asked(data=4, tensor=2).family
+    assert question.family != asked(data=2, tensor=4).family
+    assert question.family != asked(micro_batch=2, data=2, tensor=2).family
+    assert question.kin == asked(micro_batch=2, data=2, tensor=2).kin
