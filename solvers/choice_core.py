@@ -166,13 +166,10 @@ def drop_forbidden(core: Core, nodes: Iterable[int] | None = None) -> set[int]:
 
 def distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
     """The index of the first of each distinct row, and which of these every row is."""
+    width = rows.dtype.itemsize * rows[:1].size
+    whole = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.dtype((np.void, width)))
+    each: list[bytes] = whole.ravel().tolist()  # type: ignore[assignment]
     seen: dict[bytes, int] = {}
-    first: list[int] = []
-    kind = []
-    whole, width = rows.tobytes(), rows.nbytes // max(1, len(rows))
-    for index in range(len(rows)):
-        place = seen.setdefault(whole[index * width : (index + 1) * width], len(first))
-        if place == len(first):
-            first.append(index)
-        kind.append(place)
+    kind = [seen.setdefault(row, len(seen)) for row in each]
+    first: list[int] = np.unique(kind, return_index=True)[1].tolist()
     return first, np.array(kind, dtype=np.intp)

@@ -16,14 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.choice_core import Core, Eliminated, Factor, Infeasible, distinct, drop_forbidden
-from solvers.choice_problem import Array
+from solvers.choice_core import Core, Eliminated, Factor, Infeasible, drop_forbidden
+from solvers.choice_minimise import minimise, minimise_factors
 
 _PAIRWISE_DEGREE = 2
 _MAX_WORK = 1e8
 _MAX_TABLE = 4e6
-_WORTH_MERGING = 1e6
-_AT_ONCE = 2**20
 
 
 def eliminate_pairwise(core: Core, limited: set[int]) -> set[int]:
@@ -88,69 +86,6 @@ def _eliminate_node(core: Core, node: int) -> None:
         core.set_edge(low, high, least if known is None else known + least)
 
 
-def minimise(cost: Array, matrices: Sequence[Array]) -> tuple[Array, NDArray[np.intp]]:
-    """min and argmin over i of cost[i] + matrices[0][i, j0] + matrices[1][i, j1] + ..., by j."""
-    around = tuple(range(1, len(matrices) + 1))
-    factors: list[Factor] = [((0,), cost)]
-    factors += [((0, other), matrix) for other, matrix in zip(around, matrices, strict=True)]
-    return minimise_factors(0, around, factors)
-
-
-def minimise_factors(
-    node: int, around: tuple[int, ...], factors: Sequence[Factor]
-) -> tuple[Array, NDArray[np.intp]]:
-    """min and argmin over the options of `node` of the sum of its factors, as tables over `around`.
-
-    Options of a neighbour that all factors take alike share their entries, which are computed once.
-    """
-    parts = [_node_last(node, around, factor) for factor in factors]
-    sizes = [max(part.shape[axis] for part in parts) for axis in range(len(around))]
-    if parts[0].shape[-1] * math.prod(sizes) < _WORTH_MERGING:
-        return _minimise_parts(parts, sizes)
-    kinds = []
-    for axis in range(len(around)):
-        first, kind = _alike(parts, axis, sizes[axis])
-        if len(first) < sizes[axis]:
-            parts = [
-                part if part.shape[axis] == 1 else part.take(first, axis=axis) for part in parts
-            ]
-        sizes[axis] = len(first)
-        kinds.append(kind)
-    least, best = _minimise_parts(parts, sizes)
-    at = np.ix_(*kinds)
-    return least[at], best[at]
-
-
-def _alike(parts: Sequence[Array], axis: int, size: int) -> tuple[list[int], NDArray[np.intp]]:
-    """Options of a neighbour, by their axis, that all parts take alike: the first of each kind, and
-    the kind of each."""
-    rows = [
-        np.moveaxis(part, axis, 0).reshape(size, -1) for part in parts if part.shape[axis] == size
-    ]
-    return distinct(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1))
-
-
-def _minimise_parts(parts: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, NDArray[np.intp]]:
-    count = parts[0].shape[-1]
-    if count * math.prod(sizes) <= _AT_ONCE:
-        whole = np.zeros((*sizes, count))
-        for part in parts:
-            whole += part
-        return whole.min(axis=-1), whole.argmin(axis=-1)
-    # One option at a time, so that no table with a dim for it is made.
-    parts = [np.ascontiguousarray(np.moveaxis(part, -1, 0)) for part in parts]
-    least, best = np.full(sizes, np.inf), np.zeros(sizes, dtype=np.intp)
-    total, better = np.empty(sizes), np.empty(sizes, dtype=bool)
-    for i in range(count):
-        total[...] = parts[0][i]
-        for part in parts[1:]:
-            total += part[i]
-        np.less(total, least, out=better)
-        np.minimum(total, least, out=least)
-        np.putmask(best, better, i)
-    return least, best
-
-
 def _remove(core: Core, node: int) -> None:
     for other in core.edges.pop(node):
         del core.edges[other][node]
@@ -162,7 +97,7 @@ def eliminate_components(core: Core, limited: set[int]) -> None:
     for component in _components(core):
         if component.isdisjoint(limited):
             order = elimination_order(core, component)
-            if order is not None:
+            if len(order) == len(component):
                 _eliminate_component(core, order)
 
 
@@ -182,18 +117,16 @@ def _components(core: Core) -> list[set[int]]:
     return components
 
 
-def elimination_order(
-    core: Core, nodes: Collection[int], last: Collection[int] = ()
-) -> list[int] | None:
-    """Greedy: the smallest table next, those of the nodes in `last` after all others. None where a
-    table would be too large."""
+def elimination_order(core: Core, nodes: Collection[int], last: Collection[int] = ()) -> list[int]:
+    """Greedy: the smallest table next, those of the nodes in `last` after all others. It ends where
+    all tables would be too large."""
     size = {node: len(core.options[node]) for node in nodes}
     return greedy_order(size, {node: set(core.edges[node]) for node in nodes}, last)
 
 
 def greedy_order(
     size: Mapping[int, int], links: dict[int, set[int]], last: Collection[int] = ()
-) -> list[int] | None:
+) -> list[int]:
     """The same of nodes of a `size`, and of those that each has a cost with, its `links`, which are
     used up."""
     table = {node: math.prod(size[m] for m in around) for node, around in links.items()}
@@ -205,7 +138,7 @@ def greedy_order(
         if node not in links or entries != table[node]:
             continue
         if entries * size[node] > _MAX_WORK or entries > _MAX_TABLE:
-            return None
+            return order
         around = links.pop(node)
         for other in around:
             links[other] |= around - {other}
@@ -262,12 +195,3 @@ def eliminate_factors(
         else:
             raise Infeasible(f"the pairs around node {node}")
     return steps, left, constant
-
-
-def _node_last(node: int, around: tuple[int, ...], factor: Factor) -> Array:
-    """A view of a factor's table with a dim for each of `around`, of size 1 where it does not
-    depend on that, and the node as its last dim."""
-    nodes, table = factor
-    order = [other for other in (*around, node) if other in nodes]
-    moved = table.transpose([nodes.index(other) for other in order])
-    return moved[tuple(slice(None) if other in nodes else None for other in (*around, node))]

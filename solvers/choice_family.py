@@ -123,7 +123,7 @@ def _without_others(core: Core, kept: set[int]) -> _Rest | None:
     """The same with all but the `kept` nodes minimised out; None where some tables would be too
     large, or nothing is possible."""
     order = elimination_order(core, core.costs, last=kept)
-    if order is None:
+    if len(order) < len(core.costs):
         return None
     first = [node for node in order if node not in kept]
     try:

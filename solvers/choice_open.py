@@ -8,19 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solvers.choice import solve_choice
 from solvers.choice_core import Eliminated, Factor, Infeasible, build_core, decoded
-from solvers.choice_elimination import (
-    eliminate_factors,
-    elimination_order,
-    factors_of,
-    greedy_order,
-)
+from solvers.choice_elimination import eliminate_factors, factors_of, greedy_order
 from solvers.choice_presolve import reduce_open
 from solvers.choice_problem import Array, ChoiceProblem, Edge
 
@@ -35,32 +30,40 @@ class _Rest:
     options: Mapping[int, NDArray[np.intp]]
     constant: float
 
-    def reduced(
-        self, costs: Mapping[int, Array], edges: Sequence[Edge], last: Collection[int] = ()
-    ) -> _Rest | None:
-        """The same with more costs and edges, and only the nodes in `last` left; None where tables
-        would be too large. Raises Infeasible."""
+    def added(self, costs: Mapping[int, Array], edges: Sequence[Edge]) -> _Rest:
+        """The same with more costs and edges."""
         options = self.options
-        factors: list[Factor] = list(self.factors)
-        factors += [((node,), cost[options[node]]) for node, cost in costs.items()]
+        factors: list[Factor] = [((node,), cost[options[node]]) for node, cost in costs.items()]
         for edge in edges:
             table = np.asarray(edge.cost)[np.ix_(options[edge.src], options[edge.dst])]
             factors.append(((edge.src, edge.dst), table))
-        links: dict[int, set[int]] = {node: set() for node in options}
-        for nodes, _ in factors:
+        return replace(self, factors=(*self.factors, *factors))
+
+    def order(self, last: Collection[int] = ()) -> list[int]:
+        """The nodes as they are best minimised out, those in `last` after all others, as far as
+        tables stay small."""
+        links: dict[int, set[int]] = {node: set() for node in self.options}
+        for nodes, _ in self.factors:
             for node in nodes:
                 links[node] |= set(nodes) - {node}
-        order = greedy_order({node: len(options[node]) for node in options}, links, last)
-        if order is None:
-            return None
-        first = [node for node in order if node not in last]
-        steps, factors, constant = eliminate_factors(factors, first, options)
+        sizes = {node: len(options) for node, options in self.options.items()}
+        return greedy_order(sizes, links, last)
+
+    def without(self, order: Sequence[int]) -> _Rest:
+        """The same with the nodes in `order` minimised out. Raises Infeasible."""
+        steps, factors, constant = eliminate_factors(self.factors, order, self.options)
+        gone = set(order)
         return _Rest(
             steps=(*self.steps, *steps),
             factors=tuple(factors),
-            options={node: options[node] for node in order[len(first) :]},
+            options={node: of for node, of in self.options.items() if node not in gone},
             constant=self.constant + constant,
         )
+
+    def narrowed(self, last: Collection[int]) -> _Rest:
+        """The same without all nodes but those in `last`, and those whose tables would be too
+        large. Raises Infeasible."""
+        return self.without([node for node in self.order(last) if node not in last])
 
 
 class OpenProblems:
@@ -79,25 +82,18 @@ class OpenProblems:
         return self._open
 
     def _reduced(self) -> _Rest | None:
-        """None where some tables would be too large, or nothing is possible."""
+        """None where nothing is possible."""
         core = build_core(self._problem)
         try:
             reduce_open(core, self._open)
-            order = elimination_order(core, core.costs, last=self._open)
-            if order is None:
-                return None
-            first = [node for node in order if node not in self._open]
-            steps, factors, constant = eliminate_factors(
-                factors_of(core, order), first, core.options
-            )
+            return _Rest(
+                steps=tuple(core.eliminated),
+                factors=tuple(factors_of(core, list(core.costs))),
+                options=core.options,
+                constant=core.constant,
+            ).narrowed(self._open)
         except Infeasible:
             return None
-        return _Rest(
-            steps=(*core.eliminated, *steps),
-            factors=tuple(factors),
-            options={node: core.options[node] for node in order[len(first) :]},
-            constant=core.constant + constant,
-        )
 
     def narrowed(
         self, costs: Mapping[int, Array], edges: Sequence[Edge], open_nodes: Collection[int]
@@ -107,7 +103,7 @@ class OpenProblems:
         found._problem = self._with(costs, edges)
         found._open = frozenset(open_nodes)
         try:
-            found._rest = self._rest and self._rest.reduced(costs, edges, found._open)
+            found._rest = self._rest and self._rest.added(costs, edges).narrowed(found._open)
         except Infeasible:
             found._rest = None
         return found
@@ -146,10 +142,12 @@ class OpenProblems:
     ) -> tuple[float, tuple[int, ...]] | None:
         """What the cheapest choice costs (inf: none is possible), and its options; None where
         tables would be too large."""
+        rest = rest.added(costs, edges)
+        order = rest.order()
+        if len(order) < len(rest.options):
+            return None
         try:
-            found = rest.reduced(costs, edges)
+            found = rest.without(order)
         except Infeasible:
             return math.inf, ()
-        if found is None:
-            return None
         return found.constant, decoded(found.steps, {}, len(self._problem.node_costs))

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from solvers import choice_open
+from solvers import choice_elimination, choice_open
 from solvers.brute_force import best_choice
 from solvers.choice import ChoiceProblem
 from solvers.choice_open import OpenProblems
@@ -61,7 +61,7 @@ def test_every_problem_equals_brute_force(monkeypatch, block, too_large):
         problem, nodes, stay, own, edges = opened(seed)
         problems = OpenProblems(problem, nodes)
         if too_large:
-            monkeypatch.setattr(choice_open, "greedy_order", lambda *args: None)
+            monkeypatch.setattr(choice_open, "greedy_order", lambda *args: [])
         check(priced(problem, own, edges), problems.solve(own, edges))
         narrowed = problems.narrowed(own, edges, stay)
         assert narrowed.open_nodes == set(stay)
@@ -69,3 +69,20 @@ def test_every_problem_equals_brute_force(monkeypatch, block, too_large):
         for _ in range(3):
             more = {node: rng.random(len(problem.node_costs[node])) for node in stay}
             check(priced(priced(problem, own, edges), more), narrowed.solve(more))
+
+
+def test_a_node_whose_table_is_too_large_waits_for_the_costs(monkeypatch):
+    """One that all open nodes have costs with: minimised out first it leaves a table over them."""
+    monkeypatch.setattr(choice_elimination, "_MAX_TABLE", 64)
+    monkeypatch.setattr(choice_open, "solve_choice", None)
+    rng = np.random.default_rng(0)
+    leaves = range(1, 5)
+    problem = ChoiceProblem(
+        node_costs=tuple(rng.random(4) for _ in range(5)),
+        edges=tuple(Edge(src=0, dst=leaf, cost=rng.random((4, 4))) for leaf in leaves),
+    )
+    problems = OpenProblems(problem, leaves)
+    for _ in range(5):
+        costs = {leaf: rng.random(4) for leaf in leaves}
+        check(priced(problem, costs), problems.solve(costs))
+        check(priced(problem, costs), problems.narrowed(costs, [], [1, 2]).solve({}))
