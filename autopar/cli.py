@@ -6,11 +6,13 @@ Nothing heavy is imported before a command runs, so that `autopar --help` answer
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module, metadata
 from typing import NoReturn
@@ -102,6 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint += "; run the command again with --debug for the traceback"
         kind = type(error).__name__
         return _fail(f"{kind}: {error} ({hint})", _FAULT, kind, as_json=as_json)
+
+
+def run() -> NoReturn:
+    """The command line as a program. It ends without taking the interpreter down, which after a
+    large plan takes seconds for nothing but to free what it took."""
+    status = main()
+    atexit._run_exitfuncs()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _fail(message: str, status: int, kind: str, *, as_json: bool) -> int:
