@@ -91,14 +91,13 @@ class Core:
     def choices(self, local: dict[int, int], count: int) -> tuple[int, ...]:
         """Original options for all `count` nodes from the local ones of the nodes left."""
         chosen = {node: int(self.options[node][index]) for node, index in local.items()}
-        return decoded(self.eliminated, chosen, count)
+        known = decoded(self.eliminated, chosen)
+        return tuple(known[node] for node in range(count))
 
 
-def decoded(
-    eliminated: Sequence[Eliminated], chosen: Mapping[int, int], count: int
-) -> tuple[int, ...]:
-    """Original options for all `count` nodes from those `chosen` for the nodes left after the steps
-    that `eliminated` the others."""
+def decoded(eliminated: Sequence[Eliminated], chosen: Mapping[int, int]) -> dict[int, int]:
+    """Original options by node, from those `chosen` for the nodes left after the steps that
+    `eliminated` the others."""
     known = dict(chosen)
     for step in reversed(eliminated):
         at = tuple(
@@ -106,7 +105,7 @@ def decoded(
             for node, options in zip(step.neighbours, step.neighbour_options, strict=True)
         )
         known[step.node] = int(step.options[step.best[at]])
-    return tuple(known[node] for node in range(count))
+    return known
 
 
 def build_core(problem: ChoiceProblem) -> Core:

@@ -66,6 +66,10 @@ class _Rest:
         return self.without([node for node in self.order(last) if node not in last])
 
 
+_More = tuple[Mapping[int, Array], Sequence[Edge]]
+"""Costs of nodes, and edges, that a problem has more."""
+
+
 class OpenProblems:
     """The problems that a problem without capacities becomes with more costs on its `open` nodes,
     and with more edges between two of those."""
@@ -74,6 +78,7 @@ class OpenProblems:
         if problem.capacities:
             raise ValueError("capacities: expected none in open choice problems")
         self._problem, self._open = problem, frozenset(open_nodes)
+        self._more: tuple[_More, ...] = ()
         self._rest = self._reduced()
 
     @property
@@ -100,7 +105,7 @@ class OpenProblems:
     ) -> OpenProblems:
         """The problems that have these costs and edges, with some of the nodes open."""
         found = copy(self)
-        found._problem = self._with(costs, edges)
+        found._more = (*self._more, (costs, edges))
         found._open = frozenset(open_nodes)
         try:
             found._rest = self._rest and self._rest.added(costs, edges).narrowed(found._open)
@@ -109,13 +114,12 @@ class OpenProblems:
         return found
 
     def _with(self, costs: Mapping[int, Array], edges: Sequence[Edge]) -> ChoiceProblem:
-        return ChoiceProblem(
-            node_costs=tuple(
-                cost + costs[node] if node in costs else cost
-                for node, cost in enumerate(self._problem.node_costs)
-            ),
-            edges=(*self._problem.edges, *edges),
-        )
+        node_costs, every = list(self._problem.node_costs), list(self._problem.edges)
+        for more, between in (*self._more, (costs, edges)):
+            for node, cost in more.items():
+                node_costs[node] = node_costs[node] + cost
+            every += between
+        return ChoiceProblem(node_costs=tuple(node_costs), edges=tuple(every))
 
     def solve(
         self,
@@ -129,7 +133,33 @@ class OpenProblems:
         it costs, a bound, and an option for every node. None where there is none."""
         found = None if self._rest is None else self._eliminated(self._rest, costs, edges)
         if found is not None:
-            return (found[0], found[0], found[1]) if math.isfinite(found[0]) else None
+            if math.isinf(found.constant):
+                return None
+            known = decoded(found.steps, {})
+            choices = tuple(known[node] for node in range(len(self._problem.node_costs)))
+            return found.constant, found.constant, choices
+        return self._solved(costs, edges, backend, time_limit_s)
+
+    def least(
+        self, costs: Mapping[int, Array], *, backend: str = "highs", time_limit_s: float = 60.0
+    ) -> tuple[float, Mapping[int, int]] | None:
+        """What the cheapest choice with more `costs` of open nodes costs at the least, and the
+        options of these: that takes less than to tell those of all nodes."""
+        found = None if self._rest is None else self._eliminated(self._rest, costs, ())
+        if self._rest is not None and found is not None:
+            if math.isinf(found.constant):
+                return None
+            return found.constant, decoded(found.steps[len(self._rest.steps) :], {})
+        solved = self._solved(costs, (), backend, time_limit_s)
+        return None if solved is None else (solved[1], dict(enumerate(solved[2])))
+
+    def _solved(
+        self,
+        costs: Mapping[int, Array],
+        edges: Sequence[Edge],
+        backend: str,
+        time_limit_s: float,
+    ) -> tuple[float, float, tuple[int, ...]] | None:
         solution = solve_choice(
             self._with(costs, edges), backend=backend, time_limit_s=time_limit_s
         )
@@ -139,15 +169,14 @@ class OpenProblems:
 
     def _eliminated(
         self, rest: _Rest, costs: Mapping[int, Array], edges: Sequence[Edge]
-    ) -> tuple[float, tuple[int, ...]] | None:
-        """What the cheapest choice costs (inf: none is possible), and its options; None where
+    ) -> _Rest | None:
+        """Nothing left, with what the cheapest choice costs (inf: none is possible); None where
         tables would be too large."""
         rest = rest.added(costs, edges)
         order = rest.order()
         if len(order) < len(rest.options):
             return None
         try:
-            found = rest.without(order)
+            return rest.without(order)
         except Infeasible:
-            return math.inf, ()
-        return found.constant, decoded(found.steps, {}, len(self._problem.node_costs))
+            return replace(rest, constant=math.inf)

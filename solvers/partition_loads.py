@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -112,14 +112,15 @@ def _alone_s(problem: PartitionProblem, blocks: Counter[int]) -> float:
 def _ranks(problem: PartitionProblem, kind: int) -> list[tuple[_Rank, int]]:
     """The kinds of ranks, and how many there are of each."""
     found: dict[object, list[tuple[int, ...]]] = {}
+    surely = _sure_stages(problem, kind)
     for held in problem.rank_stages():
         ends = tuple(k in (0, problem.num_stages - 1) for k in held)
         stages = tuple((problem.in_flight[k], *_at(problem, k)) for k in held)
-        sure = tuple(_is_sure(problem, kind, k) for k in held)
+        sure = tuple(k in surely for k in held)
         fixed = sum(problem.stage_fixed_bytes[k] for k in held)
         alike = (problem.capacity_bytes[held[0]], fixed, stages, sure)
         found.setdefault((alike, held[0] if any(ends) else None), []).append(held)
-    return [(_rank(problem, kind, held[0]), len(held)) for held in found.values()]
+    return [(_rank(problem, kind, held[0], surely), len(held)) for held in found.values()]
 
 
 def _at(problem: PartitionProblem, stage: int) -> tuple[float, int, float]:
@@ -128,17 +129,19 @@ def _at(problem: PartitionProblem, stage: int) -> tuple[float, int, float]:
     return problem.time_scale[stage], problem.stage_device[stage], sum(hops)
 
 
-def _is_sure(problem: PartitionProblem, kind: int, stage: int) -> bool:
-    """Whether a stage has blocks of the class whatever the cuts: where all of the class follow each
-    other, those that are too far from the ends of the chain for others."""
+def _sure_stages(problem: PartitionProblem, kind: int) -> range:
+    """The stages that have blocks of the class whatever the cuts: where all of the class follow
+    each other, those that are too far from the ends of the chain for others."""
     blocks = problem.blocks
     first, count = blocks.index(kind), blocks.count(kind)
     behind = len(blocks) - first - count
     together = all(block == kind for block in blocks[first : first + count])
-    return together and stage >= first and problem.num_stages - 1 - stage >= behind
+    return range(first, problem.num_stages - behind) if together else range(0)
 
 
-def _rank(problem: PartitionProblem, kind: int, held: Sequence[int]) -> _Rank:
+def _rank(
+    problem: PartitionProblem, kind: int, held: Sequence[int], surely: Container[int]
+) -> _Rank:
     capacity = problem.capacity_bytes[held[0]]
     ends = [(0, problem.blocks[0]), (problem.num_stages - 1, problem.blocks[-1])]
     if len(problem.blocks) == 1:
@@ -149,7 +152,7 @@ def _rank(problem: PartitionProblem, kind: int, held: Sequence[int]) -> _Rank:
         + CAPACITY_TOLERANCE * abs(capacity)
         - sum(problem.stage_fixed_bytes[k] for k in held),
         block=_block(problem, kind, held),
-        sure=np.array([_is_sure(problem, kind, k) for k in held]),
+        sure=np.array([k in surely for k in held]),
         cuts_s=np.array([_at(problem, k)[2] * least_cut_s for k in held]),
         others=tuple(
             (held.index(stage), _block(problem, own, held))

@@ -120,4 +120,4 @@ class BlockStorages:
     def held(self, values: Collection[Ref]) -> set[Storage]:
         """Storages of values that are held anyway."""
         produced = self._flow.produced
-        return {(ref, produced[ref]) for ref in values if ref in produced}
+        return {(ref, layout) for ref, layout in produced.items() if ref in values}

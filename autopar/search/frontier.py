@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, starmap
 from math import inf
 
 import numpy as np
@@ -60,6 +61,7 @@ class Frontiers:
     _states: dict[object, _State | None] = field(default_factory=dict)
     _lines: dict[ShardingProblem, list[Line]] = field(default_factory=dict)
     _kept: dict[object, list[Line]] = field(default_factory=dict)
+    _again: dict[int, RecomputeProblem] = field(default_factory=dict)
 
     def options(self, grid: Grid, class_index: int, device: int = 0) -> tuple[BlockOption, ...]:
         """Options of which some mix is no worse than any real one in any respect.
@@ -124,8 +126,10 @@ class Frontiers:
         storages, seconds = self.floors.storages(space).at(prices), least_seconds(space, prices)
         key = (id(space), storages.sizes, tuple(seconds.values()))
         if key not in self._kept:
-            saved, held = pricer.backwards.saved(block), pricer.setting.source_refs
-            self._kept[key] = RecomputeProblem(storages, saved, held, seconds).lines()
+            if id(space) not in self._again:
+                saved, held = pricer.backwards.saved(block), pricer.setting.source_refs
+                self._again[id(space)] = RecomputeProblem(storages, saved, held, seconds)
+            self._kept[key] = self._again[id(space)].at(storages, seconds).lines()
         return self._kept[key]
 
 
@@ -152,7 +156,7 @@ class _Trade:
         self._problem = problems.of(grid, class_index)
         hidden = hidden_share(pricer, grid.pipeline)
         tables = floors.of_layouts(grid, block, space)
-        self._tables: dict[Ref, tuple[Array, Array]] = {}
+        seconds, bytes_held = list[Array](), list[Array]()
         self.least_held = self.least_state = self._least_more_s = self.least_once_s = 0.0
         blocks = len(pricer.setting.chain.blocks)
         for ref in block.parameters:
@@ -161,11 +165,17 @@ class _Trade:
             dtype = pricer.setting.sources[ref.name].spec.dtype
             width = accumulation_width(pricer.setting, dtype, grid.micro_batches)
             time_s = (1.0 - hidden) * gather_s + pricer.memory_s(width) * summed
-            self._tables[ref] = time_s, held
+            seconds.append(time_s)
+            bytes_held.append(held)
             self.least_held += float(held.min())
             self.least_state += float(kept.min())
             self._least_more_s += float(time_s.min())
             self.least_once_s += float((step_s + (1.0 - hidden) * early_s).min())
+        ends = accumulate((time_s.shape[1] for time_s in seconds), initial=0)
+        self._layouts = dict(zip(block.parameters, starmap(slice, pairwise(ends)), strict=True))
+        nothing = [np.zeros((1, 0))]
+        self._time_s = np.concatenate(seconds or nothing, axis=1)  # [ZeRO choice, layout of any]
+        self._held = np.concatenate(bytes_held or nothing, axis=1)
         fastest = problems.fastest(grid, class_index)
         self.least_s = inf if fastest is None else max(fastest.bound, 0.0) + self._least_more_s
 
@@ -173,20 +183,19 @@ class _Trade:
         """For a price of a byte; None where nothing is possible."""
         if self.least_s == inf:
             return None
-        more: dict[Ref, Array] = {}
-        held: dict[Ref, Array] = {}
-        for ref, (time_s, held_bytes) in self._tables.items():
-            priced = time_s + price * held_bytes
-            at = priced.argmin(axis=0)[None]
-            more[ref] = np.take_along_axis(priced, at, axis=0)[0]
-            held[ref] = np.take_along_axis(held_bytes, at, axis=0)[0]
-        found = self._problem.priced(more)
+        priced = self._time_s + price * self._held
+        best, each = priced.argmin(axis=0), np.arange(priced.shape[1])
+        found = self._problem.priced(self._by_parameter(priced[best, each]))
         if found is None:
             return None
         bound, layouts = found
+        held = self._by_parameter(self._held[best, each])
         return _Point(
             line=(price, bound), held=sum(float(held[ref][at]) for ref, at in layouts.items())
         )
+
+    def _by_parameter(self, values: Array) -> dict[Ref, Array]:
+        return {ref: values[layouts] for ref, layouts in self._layouts.items()}
 
 
 def _between(trade: _Trade, fast: _Point, lean: _Point, depth: int) -> Sequence[Line]:

@@ -105,12 +105,12 @@ class PricedStorages:
 
     def kept(self, saved: SavedSet, held: Collection[Ref]) -> set[Storage]:
         """Storages kept for backward, without those of the values in `held`."""
-        kept: set[Storage] = {(self._storage.base(ref), ()) for _, ref in saved.kept}
-        return kept - self.held(held)
+        bases = {self._storage.base(ref) for _, ref in saved.kept}
+        return {(ref, ()) for ref in bases if ref not in held}
 
     def held(self, values: Collection[Ref]) -> set[Storage]:
         """Storages of values that are held anyway."""
-        return {(ref, ()) for ref in values}
+        return {(ref, ()) for ref in self._sizes if ref in values}
 
 
 def least_seconds(space: BlockSpace, prices: Prices) -> dict[str, StepSeconds]:

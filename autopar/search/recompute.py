@@ -10,8 +10,8 @@ section 5) and whole blocks are outcomes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import gcd, inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,6 +62,13 @@ class Again:
         return float(self.kept_bytes)
 
 
+class _Traded(NamedTuple):
+    """Seconds of steps that are run again, and bytes kept."""
+
+    cost: float
+    size: float
+
+
 class StepSeconds(NamedTuple):
     """Forward seconds of a step, and those without collectives."""
 
@@ -85,20 +92,41 @@ class RecomputeProblem:
         running: RunBlock | None = None,
     ) -> None:
         self._walk = None if running is None else BlockWalk(running)
-        self._storages, self._held = storages, storages.held(held)
-        self._needed = storages.kept(saved, held)
-        self._groups = _groups(storages.steps)
-        self._maker = {
-            storage: index for index, group in enumerate(self._groups) for storage in group.makes
-        }
+        self._saved, self._groups = saved, _groups(storages.steps)
+        self._order = tuple(step.name for step in storages.steps)
+        own, needed = storages.held(held), storages.kept(saved, held)
+        every = [*needed, *(s for g in self._groups for s in (*g.makes, *(g.reads - own)))]
+        number = {storage: index for index, storage in enumerate(dict.fromkeys(every))}
+        self._by_number = tuple(number)
+        self._needed = frozenset(number[storage] for storage in needed)
+        self._reads = [[number[s] for s in g.reads - own] for g in self._groups]
+        self._weights = [frozenset(s[0] for s in g.reads & own) for g in self._groups]
+        self._maker: list[int | None] = [None] * len(number)
+        self._readers: list[list[int]] = [[] for _ in number]
+        for index, group in enumerate(self._groups):
+            for storage in group.makes:
+                self._maker[number[storage]] = index
+            for read in self._reads[index]:
+                self._readers[read].append(index)
+        self._price(storages, seconds)
+
+    def at(self, storages: PricedStorages, seconds: Mapping[str, StepSeconds]) -> RecomputeProblem:
+        """The problem of the same steps with other sizes and seconds."""
+        found = copy(self)
+        found._price(storages, seconds)
+        return found
+
+    def _price(
+        self, storages: BlockStorages | PricedStorages, seconds: Mapping[str, StepSeconds]
+    ) -> None:
+        self._sizes = list(map(storages.nbytes, self._by_number))
         self._time_s = [sum(seconds[s.name].total for s in g.steps) for g in self._groups]
         self._compute_s = [sum(seconds[s.name].compute for s in g.steps) for g in self._groups]
         self._extras = [0.0] * len(self._groups)
         of_step = {step.name: i for i, g in enumerate(self._groups) for step in g.steps}
-        for extra in saved.extras:
+        for extra in self._saved.extras:
             if extra.node in of_step:
                 self._extras[of_step[extra.node]] += storages.extra_bytes(extra)
-        self._all_bytes = self._kept_bytes(frozenset())
 
     def ways(self) -> tuple[Again, ...]:
         """Nothing run again, a few ways between, and everything the backward reads: the last way
@@ -113,14 +141,14 @@ class RecomputeProblem:
 
     def lines(self) -> list[tuple[float, float]]:
         """A few prices of a byte, and the least time plus so much for every byte kept."""
-        nothing, lines = self._way(frozenset()), [(0.0, 0.0)]
+        nothing, lines = self._traded(frozenset()), [(0.0, 0.0)]
 
-        def solve(price: float) -> Again:
-            way = self.solve(price)
-            lines.append((price, way.time_s + price * way.kept_bytes))
-            return way
+        def solve(price: float) -> _Traded:
+            found = self._traded(self._cheapest(price))
+            lines.append((price, found.cost + price * found.size))
+            return found
 
-        if nothing.kept_bytes:
+        if nothing.size:
             between(solve, nothing, solve(self._dear()), depth=_DEPTH, worth=_WORTH)
         return lines
 
@@ -131,80 +159,79 @@ class RecomputeProblem:
 
     def solve(self, byte_price_s: float) -> Again:
         """The steps to run again for the least time plus `byte_price_s` for every byte kept."""
+        return self._way(self._cheapest(byte_price_s))
+
+    def _cheapest(self, byte_price_s: float) -> frozenset[int]:
+        """The groups of these steps."""
         count = len(self._groups)
         taken, left = list(self._time_s), [byte_price_s * extra for extra in self._extras]
         pairs: list[tuple[int, int, float]] = []
-        for storage, readers in self._readers.items():
-            price = byte_price_s * self._storages.nbytes(storage)
-            maker = self._maker.get(storage)
-            if storage in self._needed:
+        for number, (size, maker, readers) in enumerate(
+            zip(self._sizes, self._maker, self._readers, strict=True)
+        ):
+            price = byte_price_s * size
+            if number in self._needed:
                 if maker is not None:
                     left[maker] += price
-                continue
-            taken.append(0.0 if maker is not None else price)
-            left.append(0.0)
-            node = len(taken) - 1
-            pairs += [(reader, node, inf) for reader in readers]
-            pairs += [] if maker is None else [(node, maker, price)]
+            elif readers:
+                node = len(taken)
+                taken.append(0.0 if maker is not None else price)
+                left.append(0.0)
+                pairs += [(reader, node, inf) for reader in readers]
+                pairs += [] if maker is None else [(node, maker, price)]
         chosen = solve_selection(
             SelectionProblem(taken=tuple(taken), left=tuple(left), pairs=tuple(pairs))
         )
         assert chosen is not None  # nothing is forbidden or obliged
-        return self._way(frozenset(i for i in chosen if i < count))
+        return frozenset(i for i in chosen if i < count)
 
     def whole(self) -> Again:
         """Everything that the backward reads is made again from what the block is given."""
-        stack = [self._maker[s] for s in self._needed if s in self._maker]
+        stack = list(map(self._maker.__getitem__, self._needed))
         stack += [index for index, extra in enumerate(self._extras) if extra]
         chosen: set[int] = set()
         while stack:
             index = stack.pop()
-            if index not in chosen:
+            if index is not None and index not in chosen:
                 chosen.add(index)
-                stack += [self._maker[s] for s in self._groups[index].reads if s in self._maker]
+                stack += map(self._maker.__getitem__, self._reads[index])
         return self._way(frozenset(chosen))
 
     def _dear(self) -> float:
         """A price at which the smallest saving is worth all the time there is: a saving is a sum
         and difference of sizes, so that their common divisor is none larger."""
-        sizes = map(self._storages.nbytes, {*self._maker, *self._readers})
-        smallest = gcd(*sizes, *map(round, self._extras)) or 1
+        smallest = gcd(*self._sizes, *map(round, self._extras)) or 1
         return 2 * max(sum(self._time_s), 1e-12) / smallest
 
-    @cached_property
-    def _readers(self) -> dict[Storage, list[int]]:
-        """Groups that read each storage from outside; those the backward needs have an entry."""
-        readers: dict[Storage, list[int]] = {s: [] for s in sorted(self._needed, key=str)}
-        for index, group in enumerate(self._groups):
-            for storage in group.reads - self._held:
-                readers.setdefault(storage, []).append(index)
-        return readers
-
-    def _kept(self, chosen: frozenset[int]) -> set[Storage]:
-        read = {s for index in chosen for s in self._groups[index].reads} - self._held
-        return {s for s in self._needed | read if self._maker.get(s) not in chosen}
+    def _kept(self, chosen: frozenset[int]) -> set[int]:
+        """The storages that are kept, by number."""
+        kept = self._needed.union(*(self._reads[index] for index in chosen))
+        return {number for number in kept if self._maker[number] not in chosen}
 
     def _kept_bytes(self, chosen: frozenset[int]) -> int:
         extras = sum(extra for i, extra in enumerate(self._extras) if i not in chosen)
-        return sum(map(self._storages.nbytes, self._kept(chosen))) + round(extras)
+        return sum(map(self._sizes.__getitem__, self._kept(chosen))) + round(extras)
+
+    def _traded(self, chosen: frozenset[int]) -> _Traded:
+        return _Traded(sum(self._time_s[i] for i in sorted(chosen)), self._kept_bytes(chosen))
 
     def _way(self, chosen: frozenset[int]) -> Again:
         kept = self._kept(chosen)
-        made = {s for s in self._needed if self._maker.get(s) in chosen}
+        made = [number for number in self._needed if self._maker[number] in chosen]
         extras = [extra for index, extra in enumerate(self._extras) if index not in chosen]
-        whole = chosen and not any(extras) and not any(s in self._maker for s in kept)
+        whole = chosen and not any(extras) and all(self._maker[number] is None for number in kept)
         selective = Recompute.SELECTIVE if chosen else Recompute.NONE
         again = round(sum(self._extras) - sum(extras))
         names = {step.name for index in chosen for step in self._groups[index].steps}
         return Again(
             kind=Recompute.FULL if whole else selective,
-            steps=tuple(step.name for step in self._storages.steps if step.name in names),
+            steps=tuple(name for name in self._order if name in names),
             time_s=sum(self._time_s[index] for index in sorted(chosen)),
             compute_s=sum(self._compute_s[index] for index in sorted(chosen)),
-            weights=frozenset(s[0] for i in chosen for s in self._groups[i].reads & self._held),
-            kept=frozenset(kept),
+            weights=frozenset[Ref]().union(*(self._weights[index] for index in chosen)),
+            kept=frozenset(map(self._by_number.__getitem__, kept)),
             kept_bytes=self._kept_bytes(chosen),
-            made_bytes=sum(map(self._storages.nbytes, made)) + again,
+            made_bytes=sum(map(self._sizes.__getitem__, made)) + again,
         )
 
 

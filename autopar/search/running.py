@@ -55,7 +55,7 @@ class Running:
         steps += filter(None, map(self._move, self.flow.at_end))
         produced, differentiable = self.flow.produced, self.prices.differentiable
         given = [(ref, produced[ref]) for ref in inputs if ref in produced]
-        params = [(ref, produced[ref]) for ref in self.held if ref in produced]
+        params = [(ref, layout) for ref, layout in produced.items() if ref in self.held]
         at_edge = [(ref, self._layout_at_end(ref)) for ref in outputs]
         back = [key for key in at_edge if key[0] in returned and key[0] in differentiable]
         return RunBlock(

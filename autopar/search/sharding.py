@@ -200,14 +200,15 @@ class ShardingProblem:
             return None
         together = {r: at for r, at in self._shared.open_parameters.items() if r in more}
         costs = {at: more[ref] for ref, at in together.items()}
-        found = self._alone
         if costs:
-            found = self._priced.solve(
+            found = self._priced.least(
                 costs, backend=self._backend, time_limit_s=self._time_limit_s
             )
+        else:
+            found = None if self._alone is None else (self._alone[1], {})
         if found is None:
             return None
-        _, bound, choices = found
+        bound, choices = found
         layouts = {
             ref: choices[together[ref]] if ref in together else int(each.argmin())
             for ref, each in more.items()

@@ -129,6 +129,29 @@ def test_ways_are_supported_trade_offs_from_keeping_all_to_keeping_the_least(blo
         )
 
 
+@settings(max_examples=100, deadline=None)
+@given(blocks(), st.integers(2, 5))
+def test_the_same_steps_at_other_prices(block, times):
+    """Every second storage is so many times as large, every second step takes so much longer."""
+    known = problem_of(block)
+    known.lines()
+    sizes = {n: size * (times if n % 2 else 1) for n, size in block.sizes.items()}
+    seconds = {n: each * (times if n[-1] in "135" else 1) for n, each in block.seconds.items()}
+    other = SimpleNamespace(**{**vars(block), "sizes": sizes, "seconds": seconds})
+    storages = Storages(other.reads, sizes, other.needed, other.extras)
+    found = known.at(storages, {n: StepSeconds(s, s / 2) for n, s in seconds.items()})
+    assert found.ways() == problem_of(other).ways()
+    assert found.lines() == problem_of(other).lines()
+
+
+@settings(max_examples=100, deadline=None)
+@given(blocks())
+def test_a_line_is_the_least_at_its_price(block):
+    outcomes = [outcome(block, subset) for subset in subsets(len(block.reads))]
+    for price, least in problem_of(block).lines():
+        assert least == pytest.approx(min(time_s + price * size for time_s, size in outcomes))
+
+
 @settings(max_examples=200, deadline=None)
 @given(blocks())
 def test_the_whole_block_keeps_what_it_is_given_alone(block):

@@ -54,6 +54,15 @@ def check(problem: ChoiceProblem, found) -> None:
     assert best_choice(priced(problem, dict(enumerate(alone)))) == pytest.approx(best, rel=1e-9)
 
 
+def check_least(found, least, stay) -> None:
+    """What is told of open nodes alone is a part of the whole answer."""
+    if found is None:
+        assert least is None
+        return
+    assert least[0] == found[1]
+    assert {node: least[1][node] for node in stay} == {node: found[2][node] for node in stay}
+
+
 @pytest.mark.parametrize("too_large", [False, True])
 @pytest.mark.parametrize("block", range(3))
 def test_every_problem_equals_brute_force(monkeypatch, block, too_large):
@@ -68,7 +77,9 @@ def test_every_problem_equals_brute_force(monkeypatch, block, too_large):
         rng = np.random.default_rng(seed + 1)
         for _ in range(3):
             more = {node: rng.random(len(problem.node_costs[node])) for node in stay}
-            check(priced(priced(problem, own, edges), more), narrowed.solve(more))
+            whole, found = priced(priced(problem, own, edges), more), narrowed.solve(more)
+            check(whole, found)
+            check_least(found, narrowed.least(more), stay)
 
 
 def test_a_node_whose_table_is_too_large_waits_for_the_costs(monkeypatch):
