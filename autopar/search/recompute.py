@@ -173,6 +173,11 @@ class RecomputeProblem:
             if number in self._needed:
                 if maker is not None:
                     left[maker] += price
+            elif len(readers) == 1:  # as much as its reader it is wanted
+                if maker is None:
+                    taken[readers[0]] += price
+                else:
+                    pairs.append((readers[0], maker, price))
             elif readers:
                 node = len(taken)
                 taken.append(0.0 if maker is not None else price)
