@@ -155,7 +155,7 @@ def drop_forbidden(core: Core, nodes: Iterable[int] | None = None) -> set[int]:
             continue
         alive = np.isfinite(core.costs[node])
         for cost in core.edges[node].values():
-            alive &= np.isfinite(cost).any(axis=1)
+            alive &= np.minimum.reduce(cost, axis=1) < np.inf
         if not alive.all():
             core.keep(node, np.flatnonzero(alive))
             pending.extend(core.edges[node])
@@ -168,7 +168,7 @@ def distinct(rows: NDArray[Any]) -> tuple[list[int], NDArray[np.intp]]:
     width = rows.dtype.itemsize * rows[:1].size
     whole = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.dtype((np.void, width)))
     each: list[bytes] = whole.ravel().tolist()  # type: ignore[assignment]
-    seen: dict[bytes, int] = {}
-    kind = [seen.setdefault(row, len(seen)) for row in each]
-    first: list[int] = np.unique(kind, return_index=True)[1].tolist()
-    return first, np.array(kind, dtype=np.intp)
+    foremost = dict(zip(reversed(each), range(len(each) - 1, -1, -1), strict=True))
+    places = {row: place for place, row in enumerate(dict.fromkeys(each))}
+    kind = np.array([places[row] for row in each], dtype=np.intp)
+    return [foremost[row] for row in places], kind

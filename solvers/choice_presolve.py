@@ -184,7 +184,9 @@ def _worst_change(matrix: Array, instead: NDArray[np.intp], of: NDArray[np.intp]
     rows = matrix[first]
     columns, _ = distinct(rows.T)
     rows = rows[:, columns]
-    pairs, at = np.unique(kind[instead] * len(first) + kind[of], return_inverse=True)
+    pairs, at = np.arange(len(first) ** 2), kind[instead] * len(first) + kind[of]
+    if len(pairs) > len(at):
+        pairs, at = np.unique(at, return_inverse=True)
     j, i = np.divmod(pairs, len(first))
     worst = np.empty(len(pairs))
     for start in range(0, len(pairs), _PAIRS_AT_ONCE):
