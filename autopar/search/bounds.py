@@ -40,13 +40,13 @@ class Bound(NamedTuple):
 
 
 class Sharpness(IntEnum):
-    """What a bound has in it: every op at its fastest; what parameters take and hold; the moves
-    between ops too; how long forwards and backwards take a schedule to start and to end; what
-    stages have in flight; and what bytes cost, and the schedule's real bubble."""
+    """What a bound has in it: every op at its fastest; the moves between ops too; what parameters
+    take and hold; how long forwards and backwards take a schedule to start and to end; what stages
+    have in flight; and what bytes cost, and the schedule's real bubble."""
 
     COMPUTE = 0
-    HELD = 1
-    SHARDED = 2
+    SHARDED = 1
+    HELD = 2
     STARTED = 3
     IN_FLIGHT = 4
     SCHEDULED = 5
@@ -76,19 +76,20 @@ class Bounds:
     def sharper(self, grid: Grid, sharpness: Sharpness) -> tuple[Bound, Sharpness]:
         """The next sharper bound of a grid, and how sharp it is."""
         if sharpness == Sharpness.COMPUTE:
-            return self._held(grid, self._least_weights(grid), self._least), Sharpness.HELD
-        if sharpness == Sharpness.HELD:
-            sharp = Sharpness.SHARDED if grid.pipe.splits_backward else Sharpness.STARTED
-            return self._held(grid, self._least_weights(grid), self._fastest), sharp
+            plain = self._bound(grid, self._least_weights(grid), self._fastest)
+            return Bound(plain, plain), Sharpness.SHARDED
         if sharpness == Sharpness.SHARDED:
-            return self._held(grid, self._started_weights(grid), self._fastest), Sharpness.STARTED
+            sharp = Sharpness.HELD if grid.pipe.splits_backward else Sharpness.STARTED
+            return self._held(grid, self._least_weights(grid)), sharp
+        if sharpness == Sharpness.HELD:
+            return self._held(grid, self._started_weights(grid)), Sharpness.STARTED
         if sharpness == Sharpness.STARTED:
             return self._in_flight(grid, self._started_weights(grid)), Sharpness.IN_FLIGHT
         return self._scheduled(grid, self.weights(grid)), Sharpness.SCHEDULED
 
     def sharded(self, grid: Grid) -> float:
         """Step time that no plan on the grid beats, whatever bubble its schedule leaves."""
-        return self._held(grid, self._least_weights(grid), self._fastest).step_s
+        return self._held(grid, self._least_weights(grid)).step_s
 
     def upkeep_s(self, grid: Grid, step_s: float) -> float:
         """About what a grid's step takes beside `step_s` for its parameters: to sum gradients, and
@@ -221,32 +222,32 @@ class Bounds:
             stage_device=tuple(devices[place] for place in grid.pipe.placement),
         )
 
-    def _held(self, grid: Grid, weights: Weights, least: Least) -> Bound:
-        """The same with what parameters take and hold at the least, all memory together, as if
-        every stage had one micro-batch in flight.
+    def _held(self, grid: Grid, weights: Weights) -> Bound:
+        """The same of the fastest shardings, with what parameters take and hold at the least, all
+        memory together, as if every stage had one micro-batch in flight.
 
         Stages that do not flush update otherwise; theirs is the bound without.
         """
-        plain = self._bound(grid, weights, least)
+        plain = self._bound(grid, weights, self._fastest)
         if not grid.pipe.flushes or plain == inf:
             return Bound(plain, plain)
         pipe = grid.pipe
-        key = _alike(grid, weights, least), pipe.splits_backward, pipe.runs_backwards_last
+        key = _alike(grid, weights, self._fastest), pipe.splits_backward, pipe.runs_backwards_last
         if key not in self._holding:
-            self._holding[key] = self._holding_bound(grid, weights, least)
+            self._holding[key] = self._holding_bound(grid, weights)
         return Bound(max(plain, self._holding[key]), plain)
 
-    def _holding_bound(self, grid: Grid, weights: Weights, least: Least) -> float:
+    def _holding_bound(self, grid: Grid, weights: Weights) -> float:
         free = sum(
             count * (self.pricer.setting.memory_bytes(rank) - reserve)
             for rank, count, reserve in self._firsts(grid)
         )
-        classes = self._floor_classes(grid, least)
+        classes = self._floor_classes(grid)
         return pooled_bound(self._pooled_problem(grid, weights, classes, 1, free / grid.pipeline))
 
     def _in_flight(self, grid: Grid, weights: Weights) -> Bound:
         """The same with all that each stage has in flight."""
-        sharded = self._held(grid, weights, self._fastest)
+        sharded = self._held(grid, weights)
         if not grid.pipe.flushes or sharded.step_s == inf:
             return sharded
         full = pooled_bound(self._stage_problem(grid, weights))
@@ -261,7 +262,7 @@ class Bounds:
         return Bound(plain if priced is None else max(plain, loaded_bound(priced)), plain)
 
     def _stage_problem(self, grid: Grid, weights: Weights) -> PartitionProblem:
-        classes = self._floor_classes(grid, self._fastest)
+        classes = self._floor_classes(grid)
         return chain_problem(self.pricer, grid, classes, weights, messages=False)
 
     def _priced(self, grid: Grid, weights: Weights) -> PartitionProblem | None:
@@ -288,7 +289,7 @@ class Bounds:
             return None
         return replace(problem, in_flight=tuple(held - 1 for held in problem.in_flight))
 
-    def _floor_classes(self, grid: Grid, least: Least) -> tuple[tuple[BlockOption, ...], ...]:
+    def _floor_classes(self, grid: Grid) -> tuple[tuple[BlockOption, ...], ...]:
         spots = self.pricer.places.spots(grid)
         for home, _ in spots:
             self._floors.setdefault(home, Floors(self.pricer.at(home)))
@@ -297,7 +298,7 @@ class Bounds:
                 option
                 for device, (home, own) in enumerate(spots)
                 for option in self._floors[home].options(
-                    own, c.index, least(c.index, own, home), device
+                    own, c.index, self._fastest(c.index, own, home), device
                 )
             )
             for c in self.pricer.setting.chain.classes

@@ -129,9 +129,19 @@ def test_schedules_share_a_bound_only_where_it_is_the_same(name):
         alone, bound = Bounds(planner.shardings), shared.computed(grid)
         assert bound == alone.computed(grid), grid
         if bound < math.inf:
-            held = shared.sharper(grid, Sharpness.COMPUTE)
-            assert held == alone.sharper(grid, Sharpness.COMPUTE), grid
-    assert len(shared._plain) < len(asked)
+            held = shared.sharper(grid, Sharpness.SHARDED)
+            assert held == alone.sharper(grid, Sharpness.SHARDED), grid
+    assert len(shared._plain) < 2 * len(asked) and len(shared._holding) < len(asked)
+
+
+def test_what_parameters_take_is_found_out_only_where_shardings_leave_a_grid():
+    planner, known = SETTINGS["gpt"](), {}
+    for grid in grids(planner.setting):
+        bounds = Bounds(planner.shardings)
+        plain, sharpness = bounds.sharper(grid, Sharpness.COMPUTE)
+        assert not bounds._floors and sharpness == Sharpness.SHARDED
+        known[grid] = plain.step_s / max(bounds.computed(grid), 1e-9)
+    assert min(known.values()) >= 1 - 1e-9 and max(known.values()) > 1 + 1e-3
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "experts"])

@@ -260,7 +260,7 @@ def test_workers_go_on_with_what_follows_from_their_answers(every_search, dense)
     grid = next(grid for grid in grids(dense) if not grid.pipe.splits_backward)
     bound, *_ = Planner(setting=dense).answer(Question("sharper", grid))
     entry = Entry(0.0, (), 0.0, Sharpness.COMPUTE, grid, 0.0)
-    levels = [Sharpness.COMPUTE, Sharpness.HELD, Sharpness.STARTED, Sharpness.IN_FLIGHT]
+    levels = [Sharpness.COMPUTE, Sharpness.SHARDED, Sharpness.STARTED, Sharpness.IN_FLIGHT]
     for ceiling_s, last in ((10 * bound.step_s, 4), (bound.step_s, 1)):
         with working(2) as helping:
             helpers = helping.helpers(dense, 1)
