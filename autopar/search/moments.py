@@ -105,23 +105,24 @@ Stages = Sequence[tuple[Sequence[Block], Sequence[ClassOption]]]
 def stage_memories(pricer: Pricer, grid: Grid, stages: Stages) -> list[StageMemory]:
     """Of all stages. What a rank holds once, whatever its stages, counts with the first of them,
     and so does a parameter that several read."""
-    found = []
-    for index, (blocks, options) in enumerate(stages):
-        earlier, own = earlier_on_rank(grid, index), grid.at(grid.pipe.placement[index])
-        found.append(
-            stage_memory(
-                pricer,
-                own,
-                blocks,
-                options,
-                elsewhere=read_by(stages[k][0] for k in earlier),
-                receive_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[0].index - 1)),
-                send_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[-1].index)),
-                exchanges=bool(grid.own),
-                stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
-            )
-        )
-    return found
+    return [memory_among(pricer, grid, stages, index) for index in range(len(stages))]
+
+
+def memory_among(pricer: Pricer, grid: Grid, stages: Stages, index: int) -> StageMemory:
+    """The same of one of the stages."""
+    blocks, options = stages[index]
+    earlier, own = earlier_on_rank(grid, index), grid.at(grid.pipe.placement[index])
+    return stage_memory(
+        pricer,
+        own,
+        blocks,
+        options,
+        elsewhere=read_by(stages[k][0] for k in earlier),
+        receive_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[0].index - 1)),
+        send_bytes=boundary_bytes(pricer, own, _crossing(pricer, blocks[-1].index)),
+        exchanges=bool(grid.own),
+        stashes=not grid.pipe.flushes and in_flight(grid.pipe)[index] > 1,
+    )
 
 
 def boundary_bytes(pricer: Pricer, grid: Grid, refs: Sequence[Ref]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -21,7 +21,7 @@ from autopar.schedules.held import peak_bytes
 from autopar.schedules.in_flight import held_at_peak
 from autopar.search.grid import Grid
 from autopar.search.handovers import handover_s
-from autopar.search.moments import boundary_bytes, stage_memories
+from autopar.search.moments import boundary_bytes, memory_among
 from autopar.search.options import ClassOption
 from autopar.search.pins import within
 from autopar.search.pipelines import (
@@ -343,19 +343,21 @@ def walked_bytes(
     options: Mapping[int, tuple[ClassOption, ...]],
     problem: PartitionProblem,
     solution: PartitionSolution,
+    ranks: Iterable[Sequence[int]],
 ) -> dict[int, float]:
-    """The peak of every rank by the walk over its actions, by its first stage."""
+    """The peaks of `ranks`, each the stages on it, by the walk over its actions, by its first
+    stage."""
     chain = pricer.setting.chain
     chosen = chosen_options(chain, options, solution)
-    memory = stage_memories(pricer, grid, stage_blocks(chain, chosen, problem, solution))
+    blocks = stage_blocks(chain, chosen, problem, solution)
     short = grid.pipe.short()
     schedule, known, peaks = short.lowered(), short.arrivals(), dict[int, float]()
-    for on_rank in problem.rank_stages():
+    for on_rank in ranks:
         place = grid.pipe.placement[on_rank[0]]
-        stages = {k: memory[k] for k in on_rank}
+        stages = {k: memory_among(pricer, grid, blocks, k) for k in on_rank}
         peaks[on_rank[0]] = peak_bytes(schedule.ranks[place], stages, known[place])
-        ranks = stage_ranks(grid, on_rank[0])
-        peaks[on_rank[0]] += _reserve_bytes(pricer, grid.at(place), ranks)
+        devices = stage_ranks(grid, on_rank[0])
+        peaks[on_rank[0]] += _reserve_bytes(pricer, grid.at(place), devices)
     return peaks
 
 
@@ -375,7 +377,7 @@ def _heavier(pricer: Pricer, staged: Staged) -> PartitionProblem | None:
     ]
     if not tight:
         return None
-    peaks = walked_bytes(pricer, grid, staged.options, problem, solution)
+    peaks = walked_bytes(pricer, grid, staged.options, problem, solution, tight)
     fixed = list(problem.stage_fixed_bytes)
     for on_rank in tight:
         peak = peaks[on_rank[0]]

@@ -52,7 +52,9 @@ def test_no_rank_holds_more_than_the_sum_but_for_a_few_buckets(build):
             drawn = dataclasses.replace(
                 found, cuts=tuple(cuts), options=chosen, stage_bytes=use.used_bytes
             )
-            peaks = walked_bytes(planner.pricer, grid, options, problem, drawn)
+            peaks = walked_bytes(
+                planner.pricer, grid, options, problem, drawn, problem.rank_stages()
+            )
             for on_rank in problem.rank_stages():
                 held = sum(use.used_bytes[k] for k in on_rank)
                 assert peaks[on_rank[0]] <= held + 2 * DEFAULT_CAP_BYTES + sent, (grid, chosen)
