@@ -138,7 +138,7 @@ def varying_links(wiring: Wiring, prices: Prices) -> tuple[Link, ...]:
     prices on any mesh with these axes do: where one communicates, and moves on such an axis or what
     it moves has its size from them."""
     samples = batch_count(prices.names)
-    known: dict[tuple[Shape, int], bool] = {}
+    known: dict[Shape, dict[int, bool]] = {}
 
     def varies(shape: Shape, index: int) -> bool:
         move = prices.paths.moves[index]
@@ -149,10 +149,11 @@ def varying_links(wiring: Wiring, prices: Prices) -> tuple[Link, ...]:
 
     def of_link(link: Link) -> bool:
         shape = prices.specs[link.ref].shape
+        of_shape = known.setdefault(shape, {})
         for index in prices.moves(link.ref, link.rows, link.columns):
-            if (shape, index) not in known:
-                known[shape, index] = varies(shape, index)
-            if known[shape, index]:
+            if index not in of_shape:
+                of_shape[index] = varies(shape, index)
+            if of_shape[index]:
                 return True
         return False
 

@@ -63,6 +63,16 @@ def test_a_command_multiplies_by_one_thread():
     assert result.stderr.split()[-1] == "1"
 
 
+def test_the_program_ends_with_its_status_once_all_is_said():
+    code = (
+        "import atexit, sys\nfrom autopar.cli import run\natexit.register(print, 'last')\n"
+        "sys.argv = ['autopar', 'plan', 'nosuch', '--cluster', '8:h100-sxm', '--json']\nrun()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, **PIPES)
+    said, last = result.stdout.splitlines()
+    assert (result.returncode, json.loads(said)["error"], last) == (2, "InputError", "last")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
