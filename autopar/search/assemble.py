@@ -183,9 +183,13 @@ def variants(
     chain, spots = pricer.setting.chain, pricer.places.spots(staged.grid)
     chosen = chosen_options(chain, staged.options, staged.solution)
     found: dict[tuple[int, object, object], Variant] = {}
+    keys: dict[int, tuple[int, object, object]] = {}
     names = []
     for block, option in zip(chain.blocks, chosen, strict=True):
-        key = (block.class_index, spots[option.home].grid.sizes, _source_key(option))
+        if id(option) not in keys:
+            sizes = spots[option.home].grid.sizes
+            keys[id(option)] = block.class_index, sizes, _source_key(option)
+        key = keys[id(option)]
         if key not in found:
             of_class = sum(1 for class_index, _, _ in found if class_index == block.class_index)
             block_class = chain.classes[block.class_index]

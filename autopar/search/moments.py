@@ -155,13 +155,16 @@ def _runs(
     options: Sequence[ClassOption],
     elsewhere: Collection[str],
 ) -> Iterator[_Run]:
-    """What every block holds, once where blocks of a class that share nothing run alike."""
+    """What every block holds, once where blocks of a class that share nothing run alike. Their
+    weights are told apart only where it counts which are there already: in the one backward that
+    reduces gradients as it makes them."""
     seen, known = set(elsewhere), dict[tuple[int, int], _Run]()
+    named = grid.micro_batches == 1
     for block, option in zip(blocks, options, strict=True):
         alike, names = (block.class_index, id(option)), {ref.name for ref in block.parameters}
         alone = seen.isdisjoint(names)
         if alone and alike in known:
-            yield _renamed(pricer, known[alike], block)
+            yield _renamed(pricer, known[alike], block) if named else known[alike]
         else:
             run = _run(pricer, grid, block, option, seen)
             if alone:
