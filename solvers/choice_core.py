@@ -91,11 +91,18 @@ class Core:
     def choices(self, local: dict[int, int], count: int) -> tuple[int, ...]:
         """Original options for all `count` nodes from the local ones of the nodes left."""
         chosen = {node: int(self.options[node][index]) for node, index in local.items()}
-        known = decoded(self.eliminated, chosen)
-        return tuple(known[node] for node in range(count))
+        return decoded(self.eliminated, chosen, count)
 
 
-def decoded(eliminated: Sequence[Eliminated], chosen: Mapping[int, int]) -> dict[int, int]:
+def decoded(
+    eliminated: Sequence[Eliminated], chosen: Mapping[int, int], count: int
+) -> tuple[int, ...]:
+    """Original options of all `count` nodes in order; the rest as in `decoded_by_node`."""
+    known = decoded_by_node(eliminated, chosen)
+    return tuple(known[node] for node in range(count))
+
+
+def decoded_by_node(eliminated: Sequence[Eliminated], chosen: Mapping[int, int]) -> dict[int, int]:
     """Original options by node, from those `chosen` for the nodes left after the steps that
     `eliminated` the others."""
     known = dict(chosen)

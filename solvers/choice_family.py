@@ -161,5 +161,4 @@ def _solve(rest: _Rest, added: Mapping[int, Array], count: int) -> tuple[int, ..
         steps, _, _ = eliminate_factors([*rest.factors, *more], rest.order, rest.options)
     except Infeasible:
         return None
-    known = decoded((*rest.steps, *steps), {})
-    return tuple(known[node] for node in range(count))
+    return decoded((*rest.steps, *steps), {}, count)

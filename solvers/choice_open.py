@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.choice import solve_choice
-from solvers.choice_core import Eliminated, Factor, Infeasible, build_core, decoded
+from solvers.choice_core import Eliminated, Factor, Infeasible, build_core, decoded, decoded_by_node
 from solvers.choice_elimination import eliminate_factors, factors_of, greedy_order
 from solvers.choice_presolve import reduce_open
 from solvers.choice_problem import Array, ChoiceProblem, Edge
@@ -135,8 +135,7 @@ class OpenProblems:
         if found is not None:
             if math.isinf(found.constant):
                 return None
-            known = decoded(found.steps, {})
-            choices = tuple(known[node] for node in range(len(self._problem.node_costs)))
+            choices = decoded(found.steps, {}, len(self._problem.node_costs))
             return found.constant, found.constant, choices
         return self._solved(costs, edges, backend, time_limit_s)
 
@@ -149,7 +148,7 @@ class OpenProblems:
         if self._rest is not None and found is not None:
             if math.isinf(found.constant):
                 return None
-            return found.constant, decoded(found.steps[len(self._rest.steps) :], {})
+            return found.constant, decoded_by_node(found.steps[len(self._rest.steps) :], {})
         solved = self._solved(costs, (), backend, time_limit_s)
         return None if solved is None else (solved[1], dict(enumerate(solved[2])))
 
